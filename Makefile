@@ -1,0 +1,23 @@
+# The commands of the README and of .ci/run under short names. PYTEST_ARGS="-n 2 -k tree" narrows or widens.
+
+.PHONY: check lint test parity slow format
+
+check: lint test
+
+lint:
+	ruff check .
+	ruff format --check .
+	mypy
+
+test:
+	pytest $(PYTEST_ARGS)
+
+parity:
+	pytest -m "(model or parity) and not slow" $(PYTEST_ARGS)
+
+slow:
+	pytest -m "slow or parity and slow" $(PYTEST_ARGS)  # naming parity enters tests/parity
+
+format:
+	ruff check --fix .
+	ruff format .

@@ -1,0 +1,238 @@
+"""Frozen descriptions of models. A config is a static argument of every compiled program,
+so it is hashable (tuples, never lists) and complete: nothing is guessed later.
+
+Shapes use one key everywhere: B batch rows, C draft block size, T rows of one forward, S cache
+positions, L layers, D hidden size, V vocabulary rows, N query heads, K key/value heads, H head
+size, P tapped layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class ConfigError(ValueError):
+    """A file or an option that cannot be used: one sentence that says what to do."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, as transformers 5 defines the four types.
+
+    theta: base of the geometric frequencies. factor: length extension (linear, llama3, yarn).
+    original_max_positions: context length before extension (llama3, yarn).
+    attention_factor, mscale, mscale_all_dim: yarn's scale of cos and sin, None when absent.
+    divisors: llama3 scaling as GGUF stores it (`rope_freqs`), one per frequency; empty when absent.
+    """
+
+    theta: float
+    type: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    divisors: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.theta > 0, f"rope theta is {self.theta}: it must be positive")
+        _require(
+            self.type in ROPE_TYPES,
+            f"rope type '{self.type}' is not supported: one of {', '.join(ROPE_TYPES)}",
+        )
+        _require(self.factor > 0, f"rope factor is {self.factor}: it must be positive")
+        if self.type in ("llama3", "yarn"):
+            _require(
+                self.original_max_positions > 0,
+                f"rope type '{self.type}' needs original_max_position_embeddings",
+            )
+
+
+def _check_shape(config: TargetConfig | DraftConfig, what: str) -> None:
+    for field in (
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+    ):
+        value = getattr(config, field)
+        _require(value > 0, f"{what} {field} is {value}: it must be positive")
+    _require(
+        config.num_heads % config.num_kv_heads == 0,
+        f"{what} has {config.num_heads} query heads over {config.num_kv_heads} key/value heads: "
+        "not a multiple",
+    )
+    _require(config.head_dim % 2 == 0, f"{what} head_dim is {config.head_dim}: rope needs an even one")
+    _require(
+        len(config.layer_types) == config.num_layers,
+        f"{what} names {len(config.layer_types)} layer types for {config.num_layers} layers",
+    )
+    for kind in config.layer_types:
+        _require(kind in (FULL, SLIDING), f"{what} layer type '{kind}' is not supported")
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """A target model. `family` picks the module (dflash_jax.targets.FAMILIES).
+
+    layer_types: one of FULL, SLIDING per layer. sliding_window: positions a SLIDING layer sees
+    (key visible iff query - key < window), None when no layer has one.
+    attention_bias: biases on q, k and v; attention_out_bias on o; mlp_bias on gate, up and down.
+    """
+
+    family: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rope: RopeConfig
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
+    max_positions: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", (FULL,) * self.num_layers)
+        _check_shape(self, f"target ({self.family})")
+        if SLIDING in self.layer_types:
+            _require(bool(self.sliding_window), "target has sliding layers but no sliding_window")
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    def hash(self) -> str:
+        """sha256 of the architectural fields, equal for the Hugging Face and GGUF forms of one
+        model. Rope scaling is left out: GGUF stores it as divisors, which do not determine it."""
+        fields = dataclasses.asdict(self)
+        fields["rope"] = {"theta": self.rope.theta}
+        fields.pop("max_positions")
+        fields["rms_norm_eps"] = float(f"{self.rms_norm_eps:.6g}")
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a draft was trained: carried in the files for the reader, ignored when decoding."""
+
+    loss_decay: float | None = None
+    num_anchors: int | None = None
+    target_name: str | None = None
+    target_hash: str | None = None
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """A DFlash draft (paper 3.1-3.3). It owns no embedding and no head: both are the target's.
+
+    block_size: C it was trained with; a smaller one may be used, a larger one not.
+    taps: 0-based target layers whose outputs are its context features, in order.
+    num_target_layers, vocab_size: depth and embedding rows of the target it belongs to.
+    causal: per layer, whether a block row sees only earlier rows. False is the paper's draft.
+    embedding_scale multiplies the block's embeddings; logit_scale, then softcap, act on logits.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rope: RopeConfig
+    block_size: int
+    mask_token_id: int
+    taps: tuple[int, ...]
+    num_target_layers: int
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    layer_types: tuple[str, ...] = ()
+    causal: tuple[bool, ...] = ()
+    sliding_window: int | None = None
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    max_positions: int = 0
+    training: Training = Training()
+
+    def __post_init__(self) -> None:
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", (FULL,) * self.num_layers)
+        if not self.causal:
+            object.__setattr__(self, "causal", tuple(kind == SLIDING for kind in self.layer_types))
+        _check_shape(self, "draft")
+        _require(
+            len(self.causal) == self.num_layers,
+            f"draft names causality for {len(self.causal)} of {self.num_layers} layers",
+        )
+        _require(self.block_size >= 2, f"draft block_size is {self.block_size}: it must be at least 2")
+        _require(bool(self.taps), "draft names no target layers (target_layer_ids)")
+        for tap in self.taps:
+            _require(
+                0 <= tap < self.num_target_layers,
+                f"draft taps target layer {tap}, but the target has {self.num_target_layers} layers",
+            )
+        _require(
+            0 <= self.mask_token_id < self.vocab_size,
+            f"draft mask_token_id is {self.mask_token_id}, outside the {self.vocab_size} embedding rows",
+        )
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+
+def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """The reference's choice of `count` target layers (z-lab `build_target_layer_ids`)."""
+    if count == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (count - 1)) for i in range(count))
+
+
+def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
+    """Refuse a draft that belongs to another target. Needs no weights: call it before loading them."""
+    for what, has, needs in (
+        ("hidden size", target.hidden_size, draft.hidden_size),
+        ("vocabulary (embedding rows)", target.vocab_size, draft.vocab_size),
+        ("depth", target.num_layers, draft.num_target_layers),
+    ):
+        _require(
+            has == needs,
+            f"the draft belongs to another target: its {what} is {needs}, this target's is {has}",
+        )
+
+
+def check_block_size(draft: DraftConfig, block_size: int) -> None:
+    """A block smaller than the trained one may be used; a larger one degrades every position."""
+    _require(
+        2 <= block_size <= draft.block_size,
+        f"block size {block_size} cannot be used: the draft was trained with {draft.block_size}, "
+        f"so 2 to {draft.block_size} can",
+    )

@@ -1,0 +1,82 @@
+"""Block-size policies: how many rows the next round drafts and verifies.
+
+A policy is a frozen (hashable) object with three pure functions, so the compiled loop can carry its
+state: `init() -> p`, `update(p, committed) -> p`, `choose(p, confidence) -> index into sizes`. One
+size per batch and round. The stepwise loop takes any Python object with the same methods.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import ConfigError
+
+
+class Policy(Protocol):
+    """sizes: the compiled block sizes, ascending. committed [B]: tokens each row committed in the
+    round, 0 for rows that are done. confidence: the draft's, once it has drafted; None before."""
+
+    sizes: tuple[int, ...]
+
+    def init(self) -> Any: ...
+    def update(self, p: Any, committed: Int[Array, " B"]) -> Any: ...
+    def choose(self, p: Any, confidence: Array | None = None) -> Any: ...
+
+
+def _check(sizes: tuple[int, ...]) -> None:
+    if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
+        raise ConfigError(f"block sizes {sizes} must be positive, ascending and distinct")
+
+
+@dataclass(frozen=True)
+class Fixed:
+    size: int
+
+    def __post_init__(self) -> None:
+        _check(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.size,)
+
+    def init(self) -> tuple[()]:
+        return ()
+
+    def update(self, p: tuple[()], committed: Int[Array, " B"]) -> tuple[()]:
+        return p
+
+    def choose(self, p: tuple[()], confidence: Array | None = None) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """The smallest size that leaves room for `headroom` times the recent mean of committed tokens.
+
+    A block that is accepted whole says only "at least this many", so the mean that a small size can
+    show must be able to ask for the next one: with headroom 2, a size that is accepted whole asks
+    for at least twice itself.
+    """
+
+    sizes: tuple[int, ...]
+    headroom: float = 2.0
+    memory: float = 0.8
+
+    def __post_init__(self) -> None:
+        _check(self.sizes)
+
+    def init(self) -> Float[Array, ""]:
+        return jnp.asarray(self.sizes[-1] / self.headroom, jnp.float32)
+
+    def update(self, p: Float[Array, ""], committed: Int[Array, " B"]) -> Float[Array, ""]:
+        active = jnp.maximum((committed > 0).sum(), 1)
+        mean = committed.sum().astype(jnp.float32) / active.astype(jnp.float32)
+        return self.memory * p + (1 - self.memory) * mean
+
+    def choose(self, p: Float[Array, ""], confidence: Array | None = None) -> Int[Array, ""]:
+        too_small = jnp.asarray(self.sizes, jnp.float32) < self.headroom * p
+        return jnp.minimum(too_small.sum(dtype=jnp.int32), len(self.sizes) - 1)

@@ -1,0 +1,245 @@
+"""Hugging Face folders: targets are read; drafts are read in three schemas and written in one."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from dflash_jax.config import FULL, SLIDING, ConfigError, DraftConfig, TargetConfig
+from dflash_jax.weights import safetensors_file
+from dflash_jax.weights.atomic import replacing
+from dflash_jax.weights.fields import MAX_LAYERS, Fields, naming
+from dflash_jax.weights.names import DRAFT_HF, TARGET_HF
+from dflash_jax.weights.schema import (
+    ARCHITECTURE,
+    architectures,
+    folder_config,
+    read_draft,
+    read_rope,
+    write_draft,
+)
+from dflash_jax.weights.tensors import Tensor, flatten, load, wanted
+
+FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+
+# Buffers that old checkpoints store and that follow from the config.
+_IGNORED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+# --- targets ------------------------------------------------------------------------------------------
+
+
+def target_config(folder: str | Path) -> TargetConfig:
+    """Read `config.json` of a Llama, Qwen2 or Qwen3 folder.
+
+    Raises ConfigError for other architectures and for fields that are missing or not supported.
+    """
+    fields = folder_config(Path(folder))
+    family = _family(fields)
+    if "quantization_config" in fields:
+        raise fields.error(
+            "quantization_config", "marks quantised weights: use the float checkpoint or a GGUF file"
+        )
+    activation = fields.text("hidden_act", "silu")
+    if activation != "silu":
+        raise fields.error("hidden_act", f"is '{activation}': {family} models here use silu")
+
+    layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
+    heads = fields.integer("num_attention_heads")
+    hidden = fields.integer("hidden_size")
+    max_positions = fields.integer("max_position_embeddings", 0)
+    bias = fields.flag("attention_bias", False)
+    layer_types, window = _sliding(fields, family, layers)
+    with naming(fields.file):
+        return TargetConfig(
+            family=family,
+            hidden_size=hidden,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=fields.integer("num_key_value_heads", heads),
+            head_dim=_head_dim(fields, family, hidden, heads),
+            intermediate_size=fields.integer("intermediate_size"),
+            vocab_size=fields.integer("vocab_size"),
+            rope=read_rope(fields, max_positions),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            # Qwen2 has biases on q, k and v whatever its config says, and never on o
+            attention_bias=bias or family == "qwen2",
+            attention_out_bias=bias and family != "qwen2",
+            mlp_bias=family == "llama" and fields.flag("mlp_bias", False),
+            layer_types=layer_types,
+            sliding_window=window,
+            max_positions=max_positions,
+        )
+
+
+def _family(fields: Fields) -> str:
+    names = architectures(fields)
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    known = ", ".join(FAMILIES)
+    if ARCHITECTURE in names:
+        raise ConfigError(f"{fields.file}: this is a DFlash draft, not a target: pass it as the draft")
+    if not names:
+        raise fields.error("architectures", f"is missing: one of {known} is needed")
+    raise fields.error(
+        "architectures", f"is {', '.join(names)}: not supported as a target, one of {known} is"
+    )
+
+
+def _head_dim(fields: Fields, family: str, hidden: int, heads: int) -> int:
+    """Llama and Qwen2 define an absent head_dim as hidden / heads; Qwen3 always writes it."""
+    if "head_dim" in fields or family == "qwen3":
+        return fields.integer("head_dim")
+    if heads == 0 or hidden % heads:
+        raise fields.error(
+            "hidden_size", f"is {hidden}, not a multiple of {heads} heads, and head_dim is absent"
+        )
+    return hidden // heads
+
+
+def _sliding(fields: Fields, family: str, layers: int) -> tuple[tuple[str, ...], int | None]:
+    """Layer types and window, by the rules of transformers' config classes: Llama has no windows; Qwen2
+    and Qwen3 have them only with `use_sliding_window`, from layer `max_window_layers` on unless
+    `layer_types` says where."""
+    full = (FULL,) * layers
+    named = fields.texts("layer_types", None)
+    if family == "llama":
+        if named is not None and SLIDING in named:
+            raise fields.error("layer_types", "has sliding layers, which LlamaForCausalLM does not define")
+        return named or full, None
+    if not fields.flag("use_sliding_window", False):
+        if named is not None and SLIDING in named:
+            warnings.warn(
+                f"{fields.file}: layer_types has sliding layers but use_sliding_window is not true: "
+                "as in transformers, all layers see everything",
+                stacklevel=3,
+            )
+            named = tuple(FULL if kind == SLIDING else kind for kind in named)
+        return named or full, None
+    if named is None:
+        first = fields.integer("max_window_layers")
+        named = tuple(SLIDING if i >= first else FULL for i in range(layers))
+    return named, fields.integer("sliding_window") if SLIDING in named else None
+
+
+def load_target(
+    folder: str | Path, config: TargetConfig, abstract: Mapping[str, Any], dtype: DTypeLike
+) -> dict[str, Any]:
+    """Parameters of a target as numpy arrays in `dtype`, shaped as `abstract` (targets.abstract_params).
+
+    Raises one ConfigError that lists all missing, unknown and misshapen tensors.
+    """
+    folder = Path(folder)
+    found = safetensors_file.read_folder(folder)
+    found = {name: tensor for name, tensor in found.items() if not _IGNORED.fullmatch(name)}
+    if config.tie_word_embeddings:
+        _drop_tied_head(folder, found)
+    return load(folder, found, wanted(abstract, TARGET_HF.to_file), dtype)
+
+
+def _drop_tied_head(folder: Path, found: dict[str, Tensor]) -> None:
+    """Some writers store the head although it is tied; it must then be the embedding itself."""
+    head, table = found.pop("lm_head.weight", None), found.get("model.embed_tokens.weight")
+    if head is None or table is None:
+        return
+    if head.kind != table.kind or not np.array_equal(head.raw, table.raw):
+        raise ConfigError(
+            f"{folder}: tie_word_embeddings is true but lm_head.weight differs from "
+            "model.embed_tokens.weight: set it to false to use both"
+        )
+
+
+# --- drafts -------------------------------------------------------------------------------------------
+
+# The flat schema keeps the fusion in an encoder of its own.
+_FLAT = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+_OTHER_DRAFTS = (
+    (re.compile(r"markov_"), "a DSpark draft"),
+    (re.compile(r"(attention|mlp)_conv\.|candidate_selector\."), "a DFlash 2 draft"),
+    (re.compile(r"(^|\.)(d2t|t2d)$"), "a speculators checkpoint"),
+)
+
+
+def draft_config(folder: str | Path) -> DraftConfig:
+    """Read `config.json` of a draft folder: legacy, nested or flat schema. See schema.read_draft."""
+    return read_draft(Path(folder))
+
+
+def load_draft(
+    folder: str | Path, config: DraftConfig, abstract: Mapping[str, Any], dtype: DTypeLike
+) -> dict[str, Any]:
+    """Parameters of a draft as numpy arrays in `dtype`, shaped as `abstract` (drafts.abstract_params).
+
+    Raises one ConfigError that lists all missing, unknown and misshapen tensors; tensors of another
+    kind of draft are refused by its name.
+    """
+    folder = Path(folder)
+    found: dict[str, Tensor] = {}
+    for name, tensor in safetensors_file.read_folder(folder).items():
+        for pattern, other in _OTHER_DRAFTS:
+            if pattern.search(name):
+                raise ConfigError(f"{folder}: tensor {name} belongs to {other}: not supported as a draft")
+        bare = name.removeprefix("model.")
+        bare = _FLAT.get(bare, bare)
+        if bare in found:
+            raise ConfigError(f"{folder}: tensors {found[bare].name} and {name} are both {bare}")
+        found[bare] = tensor
+    return load(folder, found, wanted(abstract, DRAFT_HF.to_file), dtype, _fusion_problems(found, config))
+
+
+def _fusion_problems(found: Mapping[str, Tensor], config: DraftConfig) -> list[str]:
+    """`fc` tells how many layers are tapped: a mismatch means that taps and weights are of two drafts."""
+    fc, expected = found.get("fc.weight"), len(config.taps) * config.hidden_size
+    if fc is None or len(fc.shape) != 2 or fc.shape[1] == expected:
+        return []
+    return [
+        f"fc.weight takes {fc.shape[1]} features, but {len(config.taps)} taps (target_layer_ids) of "
+        f"{config.hidden_size} give {expected}"
+    ]
+
+
+def save_draft(folder: str | Path, config: DraftConfig, params: Mapping[str, Any], dtype: DTypeLike) -> None:
+    """Write a draft in the nested schema, with weights in `dtype` (bfloat16 is what others expect).
+
+    The folder is created where absent; other files in it stay. An interrupted save leaves the old
+    draft or a folder without config.json, which every reader refuses: never a mixture.
+    """
+    folder = Path(folder)
+    dtype = np.dtype(dtype)
+    values = write_draft(config, dtype.name)
+    flat = flatten(params)
+    _check_draft(folder, config, flat)
+    tensors = {
+        DRAFT_HF.to_file(path): np.asarray(value).astype(dtype, copy=False)
+        for path, value in sorted(flat.items())
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").unlink(missing_ok=True)
+    (folder / safetensors_file.INDEX).unlink(missing_ok=True)
+    safetensors_file.write_file(folder / safetensors_file.SINGLE, tensors, {"format": "pt"})
+    with replacing(folder / "config.json") as file:
+        file.write((json.dumps(values, indent=1) + "\n").encode())
+
+
+def _check_draft(folder: Path, config: DraftConfig, flat: Mapping[str, Any]) -> None:
+    """What a reader would refuse is not written: wrong layers, foreign parameters, another fusion."""
+    layers = {int(path.split(".")[0].removeprefix("layers_")) for path in flat if path.startswith("layers_")}
+    if layers != set(range(config.num_layers)):
+        raise ConfigError(
+            f"{folder}: the parameters have layers {sorted(layers)}, the config {config.num_layers}"
+        )
+    expected = (len(config.taps) * config.hidden_size, config.hidden_size)
+    if "fc.weight" not in flat or tuple(flat["fc.weight"].shape) != expected:
+        raise ConfigError(f"{folder}: the parameters have no fc.weight of shape {list(expected)}")
+    for path in flat:
+        if DRAFT_HF.from_file(DRAFT_HF.to_file(path)) != path:
+            raise ConfigError(f"{folder}: parameter {path} is not one of a draft")

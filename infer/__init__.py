@@ -1,0 +1,1 @@
+"""The command line over the library: generate, chat, demo, benchmark, inspect, convert."""

@@ -1,0 +1,1 @@
+"""Training of DFlash drafts. Being built: there is no command here yet."""
