@@ -15,6 +15,7 @@ round whose block is the anchor alone.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -27,15 +28,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.block import Block, chain_block
+from dflash_jax.buckets import bucket, check_prompts, chunks_of, prefixes, stop_array
 from dflash_jax.cache import DraftCache, TargetCache, Trail, commit, draft_cache, grow, prefix, target_cache
-from dflash_jax.config import ConfigError
+from dflash_jax.config import ConfigError, check_block_size
 from dflash_jax.generation import Generation, finish
 from dflash_jax.policy import Fixed
 from dflash_jax.sampling import Acceptance, Sampling, accept, choose, propose_samples, sampling
 from dflash_jax.state import AUTOREGRESSIVE, LENGTH, RUNNING, STOP, Models, Options, RoundState, RoundTrace
 from dflash_jax.targets import TargetOutput
-
-_SHORTEST_PREFIX = 256  # slots; longer prefixes grow by 4, so that few programs cover any length
 
 
 @struct.dataclass
@@ -55,20 +55,33 @@ class Verified:
 
 def round(models: Models, state: RoundState, options: Options) -> tuple[RoundState, RoundTrace]:
     """Propose, verify, accept, commit. One of a few compiled (block size, cache prefix) pairs runs."""
-    prefixes = _prefixes(state.target_cache.layers[0].slots)
+    _check(models, state, options)
+    compiled = prefixes(state.target_cache.layers[0].slots)
     longest = jnp.max(jnp.where(state.done, 0, state.target_cache.length))
-    shortest = jnp.sum(longest > jnp.asarray(prefixes), dtype=jnp.int32)
-    branch = options.policy.choose(state.policy) * len(prefixes) + shortest
+    shortest = jnp.sum(longest > jnp.asarray(compiled), dtype=jnp.int32)
+    branch = options.policy.choose(state.policy) * len(compiled) + shortest
     verified = lax.switch(
         branch,
         [
             partial(_read, models, options=options, size=size, slots=slots)
             for size in options.policy.sizes
-            for slots in prefixes
+            for slots in compiled
         ],
         state,
     )
     return _write(models, state, verified, options)
+
+
+def _check(models: Models, state: RoundState, options: Options) -> None:
+    """While tracing: what would clamp, degrade or divide by zero is refused."""
+    if options.largest > state.largest:
+        raise ConfigError(
+            f"block size {options.largest} does not fit: the state was allocated for {state.largest}"
+        )
+    if options.proposal == "sample" and state.sampling.greedy:
+        raise ConfigError("proposal 'sample' needs a temperature above 0: greedy decoding has one answer")
+    if models.draft is not None and options.largest > 1:
+        check_block_size(models.draft.config, options.largest)
 
 
 def _read(models: Models, state: RoundState, options: Options, size: int, slots: int) -> Verified:
@@ -90,7 +103,7 @@ def propose(
         masks = jnp.full((anchor.shape[0], size - 1), draft.config.mask_token_id, jnp.int32)
         embeddings = _target(models, jnp.concatenate([anchor, masks], axis=1), method="embed")
         context = prefix(state.draft_cache, slots)
-        hidden = draft.apply({"params": models.draft_params}, context, embeddings, method="propose")
+        hidden = _draft(models, context, embeddings, method="propose")
         logits = draft.logits(hidden, head)
         if options.proposal == "sample":
             positions = state.target_cache.length[:, None] + jnp.arange(1, size)[None]
@@ -106,13 +119,19 @@ def verify(models: Models, state: RoundState, block: Block, slots: int) -> Targe
         return _target(models, block, prefix(state.target_cache, slots), models.taps)
 
 
-def _target(models: Models, *args, **kwargs):
+def _target(models: Models, *args: Any, **kwargs: Any) -> Any:
     return models.target.apply({"params": models.target_params}, *args, **kwargs)
+
+
+def _draft(models: Models, *args: Any, method: str) -> Any:
+    assert models.draft is not None
+    return models.draft.apply({"params": models.draft_params}, *args, method=method)
 
 
 def _judge(
     state: RoundState, block: Block, output: TargetOutput, draft_probs: Array | None, options: Options
 ) -> Verified:
+    assert output.logits is not None
     positions = state.target_cache.length[:, None] + block.depth + 1
     accepted = accept(block, output.logits, state.sampling, state.seeds, positions, draft_probs)
     logprobs = jnp.zeros(accepted.tokens.shape, jnp.float32)
@@ -152,10 +171,9 @@ def _write(
     context = state.draft_cache
     if models.draft is not None:
         features = jnp.take_along_axis(verified.features, accepted.path[:, :, None], axis=1)
-        context = models.draft.apply(
-            {"params": models.draft_params}, context, features, kept, method="extend"
-        )
-    state = state.replace(  # type: ignore[attr-defined]
+        context = _draft(models, context, features, kept, method="extend")
+    state = dataclasses.replace(
+        state,
         target_cache=cache,
         draft_cache=context,
         anchor=jnp.where(kept > 0, last, state.anchor),
@@ -165,7 +183,8 @@ def _write(
         reason=reason,
     )
     if counted:
-        state = state.replace(
+        state = dataclasses.replace(
+            state,
             committed=lax.dynamic_update_slice(state.committed, kept[:, None], (0, state.rounds)),
             sizes=lax.dynamic_update_slice(state.sizes, verified.size[None], (state.rounds,)),
             rounds=state.rounds + 1,
@@ -195,16 +214,6 @@ def _emit(buffer: Array, new: Array, at: Int[Array, " B"]) -> Array:
     )
 
 
-def _prefixes(slots: int) -> tuple[int, ...]:
-    """The cache prefixes that are compiled: attention costs what is committed, not what is allocated."""
-    lengths = []
-    length = _SHORTEST_PREFIX
-    while length < slots:
-        lengths.append(length)
-        length *= 4
-    return (*lengths, slots)
-
-
 # --- the loops ----------------------------------------------------------------------------------------
 
 
@@ -219,7 +228,7 @@ def generate(models: Models, state: RoundState, options: Options) -> RoundState:
 def generate_autoregressive(models: Models, state: RoundState, logprobs: bool = False) -> RoundState:
     """The baseline on the same machinery: rounds of one row, no draft."""
     options = Options(AUTOREGRESSIVE.policy, logprobs=logprobs)
-    state = state.replace(draft_cache=None, policy=options.policy.init())  # type: ignore[attr-defined]
+    state = dataclasses.replace(state, draft_cache=None, policy=options.policy.init())
     return generate(models.without_draft(), state, options)
 
 
@@ -254,7 +263,7 @@ def generate_stepwise(
             now = Options(
                 Fixed(int(chooser.sizes[int(chooser.choose(p))])), options.proposal, options.logprobs
             )
-            state = state.replace(policy=())  # type: ignore[attr-defined]
+            state = dataclasses.replace(state, policy=())
         if verify == "sequential":
             state, trace = _sequential_round(models, state, now)
         else:
@@ -271,17 +280,18 @@ def _sequential_round(models: Models, state: RoundState, options: Options) -> tu
     slots = state.target_cache.layers[0].slots
     size = options.policy.sizes[int(options.policy.choose(state.policy))]
     block, draft_probs = _propose(models, state, options, size, slots)
-    step, outputs = state, []
+    step = state
+    outputs: list[TargetOutput] = []
     for i in range(block.size):
         output = _verify(models, step, chain_block(block.tokens[:, i : i + 1]), slots)
         ones = jnp.ones(block.tokens.shape[0], jnp.int32)
         cache = _commit(step.target_cache, output.trail, ones[:, None] * 0, ones)
-        step, outputs = step.replace(target_cache=cache), [*outputs, output]
-    output = TargetOutput(
-        jnp.concatenate([o.logits for o in outputs], axis=1),
-        jnp.concatenate([o.features for o in outputs], axis=1),
-        jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=2), *[o.trail for o in outputs]),
-    )
+        step = dataclasses.replace(step, target_cache=cache)
+        outputs.append(output)
+    logits = jnp.concatenate([o.logits for o in outputs if o.logits is not None], axis=1)
+    features = jnp.concatenate([o.features for o in outputs], axis=1)
+    trail = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=2), *[o.trail for o in outputs])
+    output = TargetOutput(logits, features, trail)
     return _write_jit(models, state, _judge_jit(state, block, output, draft_probs, options), options)
 
 
@@ -320,7 +330,7 @@ def prefill(
     Raises ConfigError before any work when a prompt is empty, an id is no embedding row, or prompt +
     budget exceed the capacity.
     """
-    rows, limits = _check_prompts(models, prompts, max_new_tokens, chunk_size)
+    rows, limits = check_prompts(prompts, max_new_tokens, chunk_size, models.target.config.vocab_size)
     start = np.zeros(len(rows), np.int64)
     if state is not None:
         if state.anchor.shape[0] != len(rows):
@@ -336,7 +346,7 @@ def prefill(
             f"prompt and budget need {needed} positions, but the capacity is {capacity}: "
             "shorten the prompt, lower max_new_tokens or raise the capacity"
         )
-    chunks = _chunks(start, lengths, chunk_size)
+    chunks = chunks_of(start, lengths, chunk_size)
     end = max(int(at.max()) + width for _, width, at in chunks)
     slots = max(bucket(capacity or needed) + options.largest, end)
     target, draft = _caches(models, state, len(rows), slots)
@@ -347,54 +357,17 @@ def prefill(
             part = row[first : first + width]
             tokens[b, : len(part)] = part
         count = np.clip(lengths - first, 0, width).astype(np.int32)
-        read = next(n for n in (0, *_prefixes(slots)) if n >= at.max())
+        read = next(n for n in (0, *prefixes(slots)) if n >= at.max())
         target, draft, logits = _prefill_chunk(models, target, draft, logits, tokens, count, read)
     if state is not None:
-        how, seeds, stop_ids = how or state.sampling, seeds or state.seeds, stop_ids or state.stops
+        how = how or state.sampling
+        seeds = np.asarray(state.seeds).tolist() if seeds is None else seeds
+        stop_ids = stop_ids or np.asarray(state.stops).tolist()
     return _begin(
         target, draft, logits, jnp.asarray(limits, jnp.int32),
         jnp.asarray(range(len(rows)) if seeds is None else seeds, jnp.int32),
-        _stop_array(stop_ids), how or sampling(), options, bucket(int(limits.max())),
+        stop_array(stop_ids), how or sampling(), options, bucket(int(limits.max())),
     )  # fmt: skip
-
-
-def bucket(n: int) -> int:
-    """Sizes that programs are compiled for: powers of two up to 1024, then multiples of 1024."""
-    return max(64, 1 << (n - 1).bit_length()) if n <= 1024 else -(-n // 1024) * 1024
-
-
-def _check_prompts(
-    models: Models, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], chunk_size: int
-) -> tuple[list[list[int]], np.ndarray]:
-    rows = [[int(token) for token in prompt] for prompt in prompts]
-    limits = np.broadcast_to(np.asarray(max_new_tokens, np.int64), (len(rows),))
-    vocab = models.target.config.vocab_size
-    if not rows or not all(rows):
-        raise ConfigError("a prompt is empty: every row needs at least one token")
-    if chunk_size < 1:
-        raise ConfigError(f"chunk_size is {chunk_size}: it must be positive")
-    if limits.min() < 1:
-        raise ConfigError("max_new_tokens must be at least 1: a budget of 0 needs no model")
-    for row in rows:
-        if not 0 <= min(row) <= max(row) < vocab:
-            raise ConfigError(
-                f"token id {min(row) if min(row) < 0 else max(row)} is outside the {vocab} rows"
-            )
-    return rows, limits
-
-
-def _chunks(start: np.ndarray, lengths: np.ndarray, size: int) -> list[tuple[int, int, np.ndarray]]:
-    """(first prompt index, compiled width, committed length of each row) per chunk. Only the last
-    chunk is narrower, and its width is a power of two, so few widths are compiled."""
-    longest = int(lengths.max())
-    return [
-        (
-            first,
-            min(size, max(16, 1 << (longest - first - 1).bit_length())),
-            start + np.minimum(lengths, first),
-        )
-        for first in range(0, longest, size)
-    ]
 
 
 def _caches(
@@ -414,13 +387,6 @@ def _caches(
     return target, draft_cache(models.draft.config, batch, slots, dtype)
 
 
-def _stop_array(stop_ids: Sequence[int] | Array) -> Array:
-    """Padded with -1 to a power of two, so that the number of stop ids rarely compiles again."""
-    ids = [int(i) for i in np.asarray(stop_ids).reshape(-1) if i >= 0]
-    width = max(4, 1 << max(0, len(ids) - 1).bit_length())
-    return jnp.asarray(ids + [-1] * (width - len(ids)), jnp.int32)
-
-
 @partial(jax.jit, static_argnames="slots", donate_argnames=("target", "draft", "logits"))
 def _prefill_chunk(
     models: Models,
@@ -436,8 +402,7 @@ def _prefill_chunk(
     block = chain_block(tokens, valid=steps < count[:, None])
     output = _target(models, block, prefix(target, slots), models.taps, logits="last")
     if models.draft is not None:
-        params = {"params": models.draft_params}
-        draft = models.draft.apply(params, draft, output.features, count, method="extend")
+        draft = _draft(models, draft, output.features, count, method="extend")
     logits = jnp.where((count > 0)[:, None, None], output.logits, logits)
     return commit(target, output.trail, steps, count), draft, logits
 
@@ -475,7 +440,8 @@ def _begin(
         sampling=how,
     )
     kept, reason = _cut(state, anchor, jnp.ones(batch, jnp.int32))
-    return state.replace(  # type: ignore[attr-defined]
+    return dataclasses.replace(
+        state,
         tokens=_emit(state.tokens, anchor, state.emitted),
         logprobs=_emit(state.logprobs, logprobs, state.emitted),
         emitted=kept,

