@@ -13,12 +13,13 @@ from dflash_jax.config import ConfigError
 _SHORTEST_PREFIX = 256
 
 
-def prefixes(slots: int) -> tuple[int, ...]:
+def prefixes(slots: int, spare: int = 0) -> tuple[int, ...]:
     """The cache prefixes that are compiled: attention costs what is committed, not what is allocated.
-    Each is 4 times the one before, so that few programs cover any length."""
+    Each is 4 times the one before, so that few programs cover any length. spare: slots at the end that
+    are never committed (the room for padded writes)."""
     lengths = []
     length = _SHORTEST_PREFIX
-    while length < slots:
+    while length < slots - spare:
         lengths.append(length)
         length *= 4
     return (*lengths, slots)

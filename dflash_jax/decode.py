@@ -33,7 +33,7 @@ from dflash_jax.cache import DraftCache, TargetCache, Trail, commit, draft_cache
 from dflash_jax.config import ConfigError, check_block_size
 from dflash_jax.generation import Generation, finish
 from dflash_jax.policy import Fixed
-from dflash_jax.sampling import Acceptance, Sampling, accept, choose, propose_samples, sampling
+from dflash_jax.sampling import Acceptance, Sampling, accept, choose, most_likely, propose_samples, sampling
 from dflash_jax.state import AUTOREGRESSIVE, LENGTH, RUNNING, STOP, Models, Options, RoundState, RoundTrace
 from dflash_jax.targets import TargetOutput
 
@@ -56,7 +56,7 @@ class Verified:
 def round(models: Models, state: RoundState, options: Options) -> tuple[RoundState, RoundTrace]:
     """Propose, verify, accept, commit. One of a few compiled (block size, cache prefix) pairs runs."""
     _check(models, state, options)
-    compiled = prefixes(state.target_cache.layers[0].slots)
+    compiled = prefixes(state.target_cache.layers[0].slots, state.largest)
     longest = jnp.max(jnp.where(state.done, 0, state.target_cache.length))
     shortest = jnp.sum(longest > jnp.asarray(compiled), dtype=jnp.int32)
     branch = options.policy.choose(state.policy) * len(compiled) + shortest
@@ -109,7 +109,7 @@ def propose(
             positions = state.target_cache.length[:, None] + jnp.arange(1, size)[None]
             candidates, probs = propose_samples(logits, state.sampling, state.seeds, positions)
         else:
-            candidates, probs = jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+            candidates, probs = most_likely(logits), None
     return chain_block(jnp.concatenate([anchor, candidates], axis=1)), probs
 
 
@@ -232,12 +232,12 @@ def generate_autoregressive(models: Models, state: RoundState, logprobs: bool = 
     return generate(models.without_draft(), state, options)
 
 
-_round = jax.jit(round, static_argnames="options")
-_propose = jax.jit(propose, static_argnames=("options", "size", "slots"))
-_verify = jax.jit(verify, static_argnames="slots")
-_judge_jit = jax.jit(_judge, static_argnames="options")
-_write_jit = jax.jit(_write, static_argnames=("options", "counted"))
-_commit = jax.jit(commit)
+round_step = jax.jit(round, static_argnames="options")
+propose_step = jax.jit(propose, static_argnames=("options", "size", "slots"))
+verify_step = jax.jit(verify, static_argnames="slots")
+judge_step = jax.jit(_judge, static_argnames="options")
+write_step = jax.jit(_write, static_argnames=("options", "counted"))
+commit_step = jax.jit(commit)
 
 
 def generate_stepwise(
@@ -267,7 +267,7 @@ def generate_stepwise(
         if verify == "sequential":
             state, trace = _sequential_round(models, state, now)
         else:
-            state, trace = _round(models, state, now)
+            state, trace = round_step(models, state, now)
         if chooser is not None:
             p = chooser.update(p, np.asarray(trace.kept))
         yield state, trace
@@ -279,28 +279,28 @@ def generate_stepwise(
 def _sequential_round(models: Models, state: RoundState, options: Options) -> tuple[RoundState, RoundTrace]:
     slots = state.target_cache.layers[0].slots
     size = options.policy.sizes[int(options.policy.choose(state.policy))]
-    block, draft_probs = _propose(models, state, options, size, slots)
+    block, draft_probs = propose_step(models, state, options, size, slots)
     step = state
     outputs: list[TargetOutput] = []
     for i in range(block.size):
-        output = _verify(models, step, chain_block(block.tokens[:, i : i + 1]), slots)
+        output = verify_step(models, step, chain_block(block.tokens[:, i : i + 1]), slots)
         ones = jnp.ones(block.tokens.shape[0], jnp.int32)
-        cache = _commit(step.target_cache, output.trail, ones[:, None] * 0, ones)
+        cache = commit_step(step.target_cache, output.trail, ones[:, None] * 0, ones)
         step = dataclasses.replace(step, target_cache=cache)
         outputs.append(output)
     logits = jnp.concatenate([o.logits for o in outputs if o.logits is not None], axis=1)
     features = jnp.concatenate([o.features for o in outputs], axis=1)
     trail = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=2), *[o.trail for o in outputs])
     output = TargetOutput(logits, features, trail)
-    return _write_jit(models, state, _judge_jit(state, block, output, draft_probs, options), options)
+    return write_step(models, state, judge_step(state, block, output, draft_probs, options), options)
 
 
 def _bonus(models: Models, state: RoundState, options: Options) -> tuple[RoundState, RoundTrace]:
     slots = state.target_cache.layers[0].slots
-    block, _ = _propose(models, state, options, 1, slots)
-    output = _verify(models, state, block, slots)
-    verified = _judge_jit(state, block, output, None, options)
-    return _write_jit(models, state, verified, options, counted=False)
+    block, _ = propose_step(models, state, options, 1, slots)
+    output = verify_step(models, state, block, slots)
+    verified = judge_step(state, block, output, None, options)
+    return write_step(models, state, verified, options, counted=False)
 
 
 # --- starting, continuing, reading ----------------------------------------------------------------------
@@ -349,16 +349,7 @@ def prefill(
     chunks = chunks_of(start, lengths, chunk_size)
     end = max(int(at.max()) + width for _, width, at in chunks)
     slots = max(bucket(capacity or needed) + options.largest, end)
-    target, draft = _caches(models, state, len(rows), slots)
-    logits = jnp.zeros((len(rows), 1, models.target.config.vocab_size), jnp.float32)
-    for first, width, at in chunks:
-        tokens = np.zeros((len(rows), width), np.int32)
-        for b, row in enumerate(rows):
-            part = row[first : first + width]
-            tokens[b, : len(part)] = part
-        count = np.clip(lengths - first, 0, width).astype(np.int32)
-        read = next(n for n in (0, *prefixes(slots)) if n >= at.max())
-        target, draft, logits = _prefill_chunk(models, target, draft, logits, tokens, count, read)
+    target, draft, logits = _run_chunks(models, rows, chunks, *_caches(models, state, len(rows), slots))
     if state is not None:
         how = how or state.sampling
         seeds = np.asarray(state.seeds).tolist() if seeds is None else seeds
@@ -368,6 +359,39 @@ def prefill(
         jnp.asarray(range(len(rows)) if seeds is None else seeds, jnp.int32),
         stop_array(stop_ids), how or sampling(), options, bucket(int(limits.max())),
     )  # fmt: skip
+
+
+def next_logits(
+    models: Models, prompts: Sequence[Sequence[int]], chunk_size: int = 512
+) -> Float[Array, "B V"]:
+    """The target's logits after each prompt: to look at one choice again, for instance at a near-tie."""
+    rows, _ = check_prompts(prompts, 1, chunk_size, models.target.config.vocab_size)
+    chunks = chunks_of(np.zeros(len(rows), np.int64), np.array([len(row) for row in rows]), chunk_size)
+    slots = bucket(max(int(at.max()) + width for _, width, at in chunks))
+    alone = models.without_draft()
+    return _run_chunks(alone, rows, chunks, *_caches(alone, None, len(rows), slots))[2][:, 0]
+
+
+def _run_chunks(
+    models: Models,
+    rows: list[list[int]],
+    chunks: list[tuple[int, int, np.ndarray]],
+    target: TargetCache,
+    draft: DraftCache | None,
+) -> tuple[TargetCache, DraftCache | None, Float[Array, "B 1 V"]]:
+    """All chunks through all layers, one after the other; each reads the prefix that it needs."""
+    lengths = np.array([len(row) for row in rows])
+    slots = target.layers[0].slots
+    logits = jnp.zeros((len(rows), 1, models.target.config.vocab_size), jnp.float32)
+    for first, width, at in chunks:
+        tokens = np.zeros((len(rows), width), np.int32)
+        for b, row in enumerate(rows):
+            part = row[first : first + width]
+            tokens[b, : len(part)] = part
+        count = np.clip(lengths - first, 0, width).astype(np.int32)
+        read = next(n for n in (0, *prefixes(slots)) if n >= at.max())
+        target, draft, logits = _prefill_chunk(models, target, draft, logits, tokens, count, read)
+    return target, draft, logits
 
 
 def _caches(

@@ -28,6 +28,7 @@ from dflash_jax.config import (
     DraftConfig,
     RopeConfig,
     TargetConfig,
+    check_block_size,
     check_pair,
     default_taps,
 )
@@ -100,7 +101,12 @@ class Pair:
 
 
 def load(
-    target: str, draft: str | None = None, *, dtype: str | None = None, device: str | None = None
+    target: str,
+    draft: str | None = None,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+    block_size: int | None = None,
 ) -> Pair:
     """Find, check and load a target and its draft.
 
@@ -108,6 +114,7 @@ def load(
     the one that a short name ships, if any; "none" is none, which decodes autoregressively.
     dtype: of all weights and caches. Default: float32 on a CPU, bfloat16 elsewhere.
     device: "cpu", "gpu", "tpu:1"; default: JAX's.
+    block_size: one that will be asked for, so that a wrong one is an error before any work.
 
     Raises ConfigError for what the user can correct, FetchError when a download fails. Logs (warning)
     before it takes more than 1 GiB.
@@ -116,15 +123,16 @@ def load(
     name = pick_dtype(dtype, place)
     found = find_target(target)
     chosen, generation = _choose_draft(found, draft)
-    config = _target_config(found.target)
-    draft_config = None
-    if chosen is not None:
-        draft_config = _draft_config(chosen)
-        check_pair(config, draft_config)
+    config = target_config(found.target)
+    of_draft = None if chosen is None else draft_config(chosen)
+    if of_draft is not None:
+        check_pair(config, of_draft)
+        if block_size is not None:
+            check_block_size(of_draft, block_size)
     made = _load_target(found.target, config, name, place)
     loaded = None
-    if chosen is not None and draft_config is not None:
-        loaded = _load_draft(chosen, draft_config, name, place)
+    if chosen is not None and of_draft is not None:
+        loaded = _load_draft(chosen, of_draft, name, place)
     return Pair(made, loaded, name, place, generation)
 
 
@@ -143,11 +151,12 @@ def smollm2_gguf() -> Path:
 # --- reading --------------------------------------------------------------------------------------------
 
 
-def _target_config(source: Source) -> TargetConfig:
+def target_config(source: Source) -> TargetConfig:
+    """Without weights. ConfigError when it is no target."""
     return gguf.target_config(source.path) if source.is_gguf else hf.target_config(source.path)
 
 
-def _draft_config(source: Source) -> DraftConfig:
+def draft_config(source: Source) -> DraftConfig:
     if source.is_gguf:
         raise ConfigError(f"{source.path}: a draft in GGUF is not supported yet: give a Hugging Face folder")
     return hf.draft_config(source.path)
@@ -242,7 +251,7 @@ def _random(abstract: Mapping[str, Any], rng: np.random.Generator, dtype: np.dty
 
 
 def pick_device(name: str | None) -> jax.Device:
-    """"cpu", "gpu", "cuda:1", ...; None is JAX's default. ConfigError lists what there is."""
+    """ "cpu", "gpu", "cuda:1", ...; None is JAX's default. ConfigError lists what there is."""
     if name is None:
         return jax.local_devices()[0]
     platform, _, index = name.partition(":")

@@ -8,7 +8,7 @@ size per batch and round. The stepwise loop takes any Python object with the sam
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import ConfigError
 
 
+@runtime_checkable
 class Policy(Protocol):
     """sizes: the compiled block sizes, ascending. committed [B]: tokens each row committed in the
     round, 0 for rows that are done. confidence: the draft's, once it has drafted; None before."""
@@ -55,11 +56,12 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """The smallest size that leaves room for `headroom` times the recent mean of committed tokens.
+    """The smallest size with room for `headroom` times the recent mean of accepted candidates.
 
     A block that is accepted whole says only "at least this many", so the mean that a small size can
-    show must be able to ask for the next one: with headroom 2, a size that is accepted whole asks
-    for at least twice itself.
+    show must be able to ask for the next one: with headroom 2, a size C that is accepted whole asks
+    for 2 C - 1. Counted in candidates, because committed tokens never fall to 1 on average once one
+    was accepted: twice a mean just above 1 would keep the smallest size, 2, out of reach.
     """
 
     sizes: tuple[int, ...]
@@ -70,7 +72,7 @@ class Adaptive:
         _check(self.sizes)
 
     def init(self) -> Float[Array, ""]:
-        return jnp.asarray(self.sizes[-1] / self.headroom, jnp.float32)
+        return jnp.asarray(1 + (self.sizes[-1] - 1) / self.headroom, jnp.float32)
 
     def update(self, p: Float[Array, ""], committed: Int[Array, " B"]) -> Float[Array, ""]:
         active = jnp.maximum((committed > 0).sum(), 1)
@@ -78,5 +80,5 @@ class Adaptive:
         return self.memory * p + (1 - self.memory) * mean
 
     def choose(self, p: Float[Array, ""], confidence: Array | None = None) -> Int[Array, ""]:
-        too_small = jnp.asarray(self.sizes, jnp.float32) < self.headroom * p
+        too_small = jnp.asarray(self.sizes, jnp.float32) < 1 + self.headroom * (p - 1)
         return jnp.minimum(too_small.sum(dtype=jnp.int32), len(self.sizes) - 1)

@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import drafts, targets
+from dflash_jax.buckets import bucket
 from dflash_jax.cache import DraftCache, KVCache, extend_context
 from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
-from dflash_jax.decode import bucket
 from dflash_jax.drafts import DFlash
 from dflash_jax.state import Models
 

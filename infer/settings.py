@@ -8,7 +8,9 @@ from typing import Literal
 from dflash_jax.config import ConfigError, check_block_size
 from dflash_jax.pair import Pair
 from dflash_jax.policy import Adaptive, Fixed, Policy
+from dflash_jax.sampling import sampling
 from dflash_jax.state import Options
+from dflash_jax.streaming import StopStrings
 
 _ADAPTIVE_SIZES = (2, 4, 8, 16)
 
@@ -18,7 +20,8 @@ class Settings:
     """One request. The names are the command line's flags.
 
     max_new_tokens: budget, the prefill's token included. stop: texts that end the output, not part of it.
-    block_size: anchor included; None is the pair's. policy None is the pair's.
+    block_size: anchor included; None is the pair's. policy None is the pair's. Raises ConfigError for
+    values that no pair can use.
     temperature 0 is greedy; seed: row b of a batch uses seed + b.
     verify, bonus: debugging modes of the stepwise loop. proposal: see dflash_jax.state.Options.
     """
@@ -36,6 +39,22 @@ class Settings:
     bonus: Literal["implicit", "explicit"] = "implicit"
     proposal: Literal["argmax", "sample"] = "argmax"
     logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}: it must be 0 or more")
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError(f"seed is {self.seed}: it must be 0 to {2**31 - 1}")
+        if self.chunk_size < 1:
+            raise ConfigError(f"chunk_size is {self.chunk_size}: it must be positive")
+        if self.block_size is not None and self.block_size < 2:
+            raise ConfigError(
+                f"block_size is {self.block_size}: a block is at least the anchor and a candidate"
+            )
+        if self.proposal == "sample" and self.temperature == 0:
+            raise ConfigError("proposal 'sample' needs a temperature above 0: greedy decoding has one answer")
+        sampling(self.temperature, self.top_p, self.top_k)
+        StopStrings(self.stop)
 
 
 @dataclass(frozen=True)
@@ -57,7 +76,6 @@ class Plan:
 def plan(pair: Pair, settings: Settings, watched: tuple[str, ...] = ()) -> Plan:
     """watched: what looks at every round (streaming, a trace). ConfigError for values that cannot be
     used, and for those that would silently do nothing."""
-    _check_ranges(settings)
     if pair.draft is None:
         _refuse_without_draft(settings)
         policy: Policy = Fixed(1)
@@ -80,17 +98,6 @@ def _debugging(settings: Settings) -> tuple[tuple[str, str], ...]:
         ("verify", settings.verify if settings.verify != "batched" else ""),
         ("bonus", settings.bonus if settings.bonus != "implicit" else ""),
     )
-
-
-def _check_ranges(settings: Settings) -> None:
-    if settings.max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens is {settings.max_new_tokens}: it must be 0 or more")
-    if not 0 <= settings.seed < 2**31:
-        raise ConfigError(f"seed is {settings.seed}: it must be 0 to {2**31 - 1}")
-    if settings.block_size is not None and settings.block_size < 2:
-        raise ConfigError(f"block_size is {settings.block_size}: a block is the anchor and a candidate at least")
-    if settings.proposal == "sample" and settings.temperature == 0:
-        raise ConfigError("proposal 'sample' needs a temperature above 0: greedy decoding has one answer")
 
 
 def _refuse_without_draft(settings: Settings) -> None:

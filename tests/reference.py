@@ -50,8 +50,10 @@ def _llama3(frequency: float, rope: RopeConfig) -> float:
 
 def _yarn(plain: list[float], rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     def dimension(turns: float) -> float:
-        return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (
-            2 * math.log(rope.theta)
+        return (
+            head_dim
+            * math.log(rope.original_max_positions / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
         )
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
@@ -201,3 +203,25 @@ def draft_mask(config: DraftConfig, layer: int, seen: int, size: int) -> np.ndar
         return query - key < window and (causal or key - query < window)
 
     return np.array([[visible(seen + i, j) for j in range(seen + size)] for i in range(size)])
+
+
+# --- sampling -----------------------------------------------------------------------------------------
+
+
+def filtered(logits: np.ndarray, temperature: float, top_p: float, top_k: int) -> tuple[np.ndarray, float]:
+    """Probabilities [V] after temperature, top-k and top-p, by sorting; ties stay or go together. Also
+    how close the mass came to top_p where a token was added or not: below rounding, both are right."""
+    scaled = np.asarray(logits, np.float64) / temperature
+    if 0 < top_k < len(scaled):
+        scaled = np.where(scaled >= np.sort(scaled)[-top_k], scaled, -np.inf)
+    probs = softmax(scaled)
+    if top_p == 1:
+        return probs, np.inf
+    keep, mass, margin = np.zeros(len(probs), bool), 0.0, np.inf
+    for value in sorted(set(scaled[np.isfinite(scaled)]), reverse=True):
+        margin = min(margin, abs(mass - top_p))
+        if mass < top_p:
+            keep |= scaled == value
+        mass += probs[scaled == value].sum()
+    probs = np.where(keep, probs, 0)
+    return probs / probs.sum(), margin

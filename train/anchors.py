@@ -52,9 +52,7 @@ def sample_anchors(
     best, positions = lax.top_k(scores, min(count, possible.shape[1]))
     length = possible.shape[1]
     positions = jnp.sort(jnp.where(best >= 0, positions, length), axis=1).astype(jnp.int32)
-    positions = jnp.pad(
-        positions, ((0, 0), (0, max(0, count - possible.shape[1]))), constant_values=length
-    )
+    positions = jnp.pad(positions, ((0, 0), (0, max(0, count - possible.shape[1]))), constant_values=length)
     keep = positions < length
     return jnp.where(keep, positions, 0), keep
 

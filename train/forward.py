@@ -113,5 +113,5 @@ def attend_blocks(
     return out.transpose(0, 3, 4, 1, 2, 5).reshape(batch, rows, num_heads * head_dim).astype(q.dtype)
 
 
-def _masked(scores: Array, mask: Bool[Array, "..."]) -> Array:
+def _masked(scores: Array, mask: Bool[Array, ...]) -> Array:
     return jnp.where(mask, scores, -jnp.inf)

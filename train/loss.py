@@ -49,7 +49,7 @@ def score(
     (1 - soft) CE(label) + soft CE(target's distribution at soft_temperature): the target's forward
     has these for free, and a whole distribution says more than one token.
     """
-    rows, width = hidden.shape
+    rows = hidden.shape[0]
     chunk = min(chunk, rows)
     padding = -rows % chunk
 

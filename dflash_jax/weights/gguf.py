@@ -21,7 +21,7 @@ from dflash_jax.config import ConfigError, RopeConfig, TargetConfig
 from dflash_jax.weights.fields import MAX_LAYERS, Fields, naming
 from dflash_jax.weights.gguf_file import GGUFFile, read_file
 from dflash_jax.weights.names import TARGET_GGUF
-from dflash_jax.weights.tensors import load, wanted
+from dflash_jax.weights.tensors import Tensor, check, load, wanted
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # Architectures of DFlash drafts and who writes them.
@@ -71,6 +71,11 @@ def target_config(path: str | Path) -> TargetConfig:
             mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
             max_positions=max_positions,
         )
+
+
+def is_draft(path: str | Path) -> bool:
+    """Whether a GGUF file says that it is a DFlash draft, of any family of writers."""
+    return read_file(path).metadata.get("general.architecture") in DRAFTS
 
 
 def _section(file: GGUFFile, name: str) -> Fields:
@@ -189,6 +194,18 @@ def load_target(
     Raises one ConfigError that lists all missing, unknown and misshapen tensors.
     """
     file = read_file(path)
+    found = _target_tensors(file, config)
+    return load(file.path, found, wanted(abstract, TARGET_GGUF.to_file), dtype)
+
+
+def check_target(path: str | Path, config: TargetConfig, abstract: Mapping[str, Any]) -> None:
+    """The errors of load_target, from the file's header alone."""
+    file = read_file(path)
+    check(file.path, _target_tensors(file, config), wanted(abstract, TARGET_GGUF.to_file))
+
+
+def _target_tensors(file: GGUFFile, config: TargetConfig) -> dict[str, Tensor]:
+    """The tensors of a model, q and k of `llama` with their rows put in half-split order."""
     family = _architecture(file)
     found = {name: tensor for name, tensor in file.tensors.items() if not _IGNORED.fullmatch(name)}
     if family == "llama":
@@ -201,7 +218,7 @@ def load_target(
                 found[name] = dataclasses.replace(tensor, order=order)
             elif match and tensor.kind != "F32" and match[2] == "bias":
                 found[name] = dataclasses.replace(tensor, decode=None)  # rows lie inside a block
-    return load(file.path, found, wanted(abstract, TARGET_GGUF.to_file), dtype)
+    return found
 
 
 def _half_split_order(heads: int, head_dim: int) -> np.ndarray:

@@ -25,7 +25,7 @@ from dflash_jax.weights.schema import (
     read_rope,
     write_draft,
 )
-from dflash_jax.weights.tensors import Tensor, flatten, load, wanted
+from dflash_jax.weights.tensors import Tensor, check, flatten, load, wanted
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
@@ -138,12 +138,21 @@ def load_target(
 
     Raises one ConfigError that lists all missing, unknown and misshapen tensors.
     """
-    folder = Path(folder)
+    found = _target_tensors(Path(folder), config)
+    return load(folder, found, wanted(abstract, TARGET_HF.to_file), dtype)
+
+
+def check_target(folder: str | Path, config: TargetConfig, abstract: Mapping[str, Any]) -> None:
+    """The errors of load_target, from the files' headers alone."""
+    check(folder, _target_tensors(Path(folder), config), wanted(abstract, TARGET_HF.to_file))
+
+
+def _target_tensors(folder: Path, config: TargetConfig) -> dict[str, Tensor]:
     found = safetensors_file.read_folder(folder)
     found = {name: tensor for name, tensor in found.items() if not _IGNORED.fullmatch(name)}
     if config.tie_word_embeddings:
         _drop_tied_head(folder, found)
-    return load(folder, found, wanted(abstract, TARGET_HF.to_file), dtype)
+    return found
 
 
 def _drop_tied_head(folder: Path, found: dict[str, Tensor]) -> None:
@@ -182,7 +191,19 @@ def load_draft(
     Raises one ConfigError that lists all missing, unknown and misshapen tensors; tensors of another
     kind of draft are refused by its name.
     """
-    folder = Path(folder)
+    found = _draft_tensors(Path(folder))
+    problems = _fusion_problems(found, config)
+    return load(folder, found, wanted(abstract, DRAFT_HF.to_file), dtype, problems)
+
+
+def check_draft(folder: str | Path, config: DraftConfig, abstract: Mapping[str, Any]) -> None:
+    """The errors of load_draft, from the files' headers alone."""
+    found = _draft_tensors(Path(folder))
+    check(folder, found, wanted(abstract, DRAFT_HF.to_file), _fusion_problems(found, config))
+
+
+def _draft_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors by the names of the nested schema."""
     found: dict[str, Tensor] = {}
     for name, tensor in safetensors_file.read_folder(folder).items():
         for pattern, other in _OTHER_DRAFTS:
@@ -193,7 +214,7 @@ def load_draft(
         if bare in found:
             raise ConfigError(f"{folder}: tensors {found[bare].name} and {name} are both {bare}")
         found[bare] = tensor
-    return load(folder, found, wanted(abstract, DRAFT_HF.to_file), dtype, _fusion_problems(found, config))
+    return found
 
 
 def _fusion_problems(found: Mapping[str, Tensor], config: DraftConfig) -> list[str]:
@@ -237,7 +258,7 @@ def _check_draft(folder: Path, config: DraftConfig, flat: Mapping[str, Any]) -> 
         raise ConfigError(
             f"{folder}: the parameters have layers {sorted(layers)}, the config {config.num_layers}"
         )
-    expected = (len(config.taps) * config.hidden_size, config.hidden_size)
+    expected = (config.hidden_size, len(config.taps) * config.hidden_size)
     if "fc.weight" not in flat or tuple(flat["fc.weight"].shape) != expected:
         raise ConfigError(f"{folder}: the parameters have no fc.weight of shape {list(expected)}")
     for path in flat:

@@ -92,25 +92,10 @@ def load(
     dtype: DTypeLike,
     problems: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Fill a tree of parameters in `dtype`. `found` must be exactly what is expected.
-
-    Raises one ConfigError that lists every missing, unknown, misshapen and unreadable tensor, after
-    `problems` that the caller has found. Nothing is allocated before that.
+    """Fill a tree of parameters in `dtype`. `found` must be exactly what is expected: see `check`, which
+    comes first. Nothing is allocated before that.
     """
-    complaints = list(problems)
-    complaints += [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in found]
-    complaints += [f"unknown {name} {list(found[name].shape)}" for name in found if name not in expected]
-    for name, want in expected.items():
-        tensor = found.get(name)
-        if tensor is None:
-            continue
-        if tensor.shape != want.shape:
-            complaints.append(f"{name} is {list(tensor.shape)}, expected {list(want.shape)}")
-        elif tensor.decode is None:
-            complaints.append(f"{name} has type {tensor.kind}, which cannot be read as weights")
-    if complaints:
-        raise ConfigError(f"{file}: tensors and config do not fit: " + "; ".join(complaints))
-
+    check(file, found, expected, problems)
     dtype = np.dtype(dtype)
     params = {want.path: np.empty(want.shape, dtype) for want in expected.values()}
     jobs = []
@@ -125,6 +110,26 @@ def load(
         for _ in pool.map(_convert, jobs):
             pass
     return nest(params)
+
+
+def check(
+    file: object, found: Mapping[str, Tensor], expected: Mapping[str, Wanted], problems: Iterable[str] = ()
+) -> None:
+    """Raises one ConfigError that lists every missing, unknown, misshapen and unreadable tensor, after
+    `problems` that the caller has found."""
+    complaints = list(problems)
+    complaints += [f"missing {name} {list(expected[name].shape)}" for name in expected if name not in found]
+    complaints += [f"unknown {name} {list(found[name].shape)}" for name in found if name not in expected]
+    for name, want in expected.items():
+        tensor = found.get(name)
+        if tensor is None:
+            continue
+        if tensor.shape != want.shape:
+            complaints.append(f"{name} is {list(tensor.shape)}, expected {list(want.shape)}")
+        elif tensor.decode is None:
+            complaints.append(f"{name} has type {tensor.kind}, which cannot be read as weights")
+    if complaints:
+        raise ConfigError(f"{file}: tensors and config do not fit: " + "; ".join(complaints))
 
 
 def _convert(job: tuple[Tensor, np.ndarray, int, int]) -> None:

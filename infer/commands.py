@@ -1,0 +1,141 @@
+"""What each command does with its flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflash_jax import pair
+from dflash_jax.config import ConfigError
+from dflash_jax.fetch import cache_folder
+from infer import chat, demo, inspect
+from infer.clock import Clock
+from infer.options import Chat, Decoding, Demo, Generate, Inspect
+from infer.output import as_json, summary
+from infer.session import Session
+from infer.settings import Settings
+from infer.terminal import Screen
+from infer.trace import Trace, check_writable
+
+
+def run(flags: Any, screen: Screen) -> int:
+    """The exit status. Raises ConfigError and FetchError."""
+    keep_compiled()
+    match flags:
+        case Generate():
+            return generate(flags, screen)
+        case Chat():
+            return talk(flags, screen)
+        case Demo():
+            return show(flags, screen)
+        case Inspect():
+            screen.clear()
+            return inspect.run(flags.path, flags.target)
+    raise AssertionError(flags)
+
+
+def keep_compiled() -> None:
+    """Compiled programs stay in the user's cache folder, so that a second start is warm. The key of an
+    entry holds the program, the versions, the flags and the machine. JAX_COMPILATION_CACHE_DIR, as
+    everywhere in JAX, names another folder."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = cache_folder() / "xla"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return  # a read-only home: everything works, each start compiles
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def open_session(flags: Generate | Chat | Demo) -> Session:
+    clock = Clock()
+    with clock.stage("load"):
+        loaded = pair.load(
+            flags.target, flags.draft, dtype=flags.dtype, device=flags.device, block_size=flags.block_size
+        )
+    return Session(loaded, clock.seconds["load"])
+
+
+def settings(flags: Decoding, **more: Any) -> Settings:
+    shared = {name: getattr(flags, name) for name in Decoding.__dataclass_fields__}
+    return Settings(**shared, **more)
+
+
+def generate(flags: Generate, screen: Screen) -> int:
+    if flags.stream and flags.json:
+        raise ConfigError("--stream and --json both want standard output: choose one")
+    text = read_prompt(flags)
+    if flags.trace:
+        check_writable(flags.trace)
+    wanted = settings(flags, verify=flags.verify, bonus=flags.bonus, logprobs=flags.logprobs)
+    session = open_session(flags)
+    trace = Trace(session.pair) if flags.trace else None
+
+    def show(_: int, new: str) -> None:
+        screen.clear()
+        print(new, end="", flush=True)
+
+    answer = session.complete(
+        text,
+        wanted,
+        system=flags.system,
+        raw=flags.raw,
+        on_text=show if flags.stream else None,
+        on_round=trace.on_round if trace else None,
+    )
+    screen.clear()
+    if trace and flags.trace:
+        trace.save(flags.trace, answer.prompt_tokens, answer.mode)
+    if flags.json:
+        print(json.dumps(as_json(session, answer), ensure_ascii=False))
+        return 0
+    print("" if flags.stream else answer.text, flush=True)
+    if answer.logprobs is not None:
+        words = session.pair.target.tokenizer
+        for id, logprob in zip(answer.tokens, answer.logprobs, strict=True):
+            print(f"{logprob:10.4f}  {id:7}  {words.decode([id], skip_special=False)!r}")
+    print(summary(answer), file=sys.stderr)
+    return 0
+
+
+def read_prompt(flags: Generate) -> str:
+    """ConfigError unless exactly one of --prompt and --prompt-file is given, and it is text."""
+    if (flags.prompt is None) == (flags.prompt_file is None):
+        raise ConfigError("give the prompt with --prompt or --prompt-file, one of them")
+    if flags.prompt is not None:
+        return flags.prompt
+    name = flags.prompt_file
+    assert name is not None
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name}: the prompt cannot be read ({error.strerror})") from None
+    try:
+        text = data.decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name}: not UTF-8 text (byte {error.start} is 0x{data[error.start]:02x}): a prompt is a text file"
+        ) from None
+    if not text:
+        raise ConfigError(f"{name}: the prompt is empty")
+    return text
+
+
+def talk(flags: Chat, screen: Screen) -> int:
+    wanted = settings(flags)
+    conversation = chat.Chat(open_session(flags), wanted, flags.system)
+    screen.clear()
+    chat.converse(conversation)
+    return 0
+
+
+def show(flags: Demo, screen: Screen) -> int:
+    wanted = Settings(max_new_tokens=flags.max_new_tokens, block_size=flags.block_size)
+    return demo.run(open_session(flags), wanted, screen)

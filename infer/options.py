@@ -1,0 +1,183 @@
+"""The flags of the command line. Nothing here imports JAX, so that `--help` is quick.
+
+Field names are flags (`max_new_tokens` is `--max-new-tokens`); the text under a field is its help.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    target: str
+    """A Hugging Face folder, a .gguf file, a hub id (org/name[@revision]) or a short name (smollm2)."""
+
+    draft: str | None = None
+    """A draft, likewise, or "none". Without it a short name uses the draft that it ships, if any, and
+    anything else decodes autoregressively."""
+
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of weights and caches. Default: float32 on a CPU, bfloat16 elsewhere."""
+
+    device: str | None = None
+    """cpu, gpu, tpu, or one of several: gpu:1. Default: JAX's choice."""
+
+    debug: bool = False
+    """Show tracebacks and all log messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    max_new_tokens: int = 128
+    """Budget of new tokens."""
+
+    block_size: int | None = None
+    """Rows of a block, the anchor included: 2 to what the draft was trained with, its default."""
+
+    temperature: float = 0.0
+    """0 is greedy. The same seed gives the same text, with and without a draft."""
+
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this probability; 1 is off."""
+
+    top_k: int = 0
+    """Sample from this many tokens; 0 is off."""
+
+    seed: int = 0
+    """Of sampling."""
+
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """End the output before this text. May be given several times."""
+
+    policy: Literal["fixed", "adaptive"] | None = None
+    """adaptive: the next block's size follows what was accepted recently. Default: the short name's,
+    else fixed."""
+
+    chunk_size: int = 512
+    """The prompt is read in pieces of at most this many tokens; any value gives the same result."""
+
+    proposal: Literal["argmax", "sample"] = "argmax"
+    """How the draft picks candidates. sample: exact in distribution, not token by token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prompt:
+    prompt: str | None = None
+    """The user's message, or the text to continue with --raw."""
+
+    prompt_file: str | None = None
+    """The same from a UTF-8 file; - is standard input. One newline at its end is left out."""
+
+    system: str | None = None
+    """A system message in front."""
+
+    raw: bool = False
+    """The prompt as it is, without the model's chat format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Output:
+    verify: Literal["batched", "sequential"] = "batched"
+    """sequential: one-row forwards, the debugging reference (slow)."""
+
+    bonus: Literal["implicit", "explicit"] = "implicit"
+    """explicit: forward a round's last token at once (slow)."""
+
+    logprobs: bool = False
+    """Also give the log-probability of every token (of the target, before temperature and filters)."""
+
+    trace: Path | None = None
+    """Write what every round saw to this JSON file (infer/trace.py describes it)."""
+
+    stream: bool = False
+    """Show the text as it comes."""
+
+    json: bool = False
+    """Print one JSON object instead of the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(_Output, Decoding, _Prompt, Models):
+    """Complete one prompt.
+
+    python -m infer generate --target smollm2 --prompt "Why is the sky blue?"
+
+    python -m infer generate --target model.gguf --draft draft-folder --prompt-file question.txt --stream
+
+    python -m infer generate --target org/name@revision --prompt "Once upon" --raw --temperature 0.8 --seed 1
+
+    python -m infer generate --target smollm2 --prompt "Count to ten." --json | python -m json.tool
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Decoding, Models):
+    """Talk to a model: several turns on one state, earlier ones are not read again.
+
+    python -m infer chat --target smollm2
+
+    Lines of standard input are turns; /reset forgets the conversation, /quit leaves.
+    """
+
+    system: str | None = None
+    """A system message in front of the conversation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Say what a file is: family, shapes, taps, mask id, rope, block, memory, and what is wrong with it.
+    Nothing is loaded. Exit status 2 when it cannot be used.
+
+    python -m infer inspect smollm2
+
+    python -m infer inspect draft-folder --target target-folder
+    """
+
+    path: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PATH")]
+    """A folder, a .gguf file, a hub id or a short name; a target or a draft."""
+
+    target: str | None = None
+    """Check that a draft belongs to this target."""
+
+    debug: bool = False
+    """Show tracebacks and all log messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Both decoders side by side on a few prompts: speed, acceptance, and whether the tokens agree.
+
+    python -m infer demo
+
+    python -m infer demo --target target-folder --draft draft-folder --max-new-tokens 32
+    """
+
+    target: str = "smollm2"
+    """As in generate."""
+
+    draft: str | None = None
+    """As in generate. Without one (no draft ships yet) an untrained draft is made: correct, and slow."""
+
+    block_size: int | None = None
+    """Rows of a block; the draft's by default."""
+
+    max_new_tokens: int = 64
+    """Budget of each answer."""
+
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """As in generate."""
+
+    device: str | None = None
+    """As in generate."""
+
+    debug: bool = False
+    """Show tracebacks and all log messages."""
+
+
+# In the order of the overview.
+COMMANDS: dict[str, type] = {"demo": Demo, "generate": Generate, "chat": Chat, "inspect": Inspect}

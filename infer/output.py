@@ -1,0 +1,67 @@
+"""A completion as the JSON object of `--json`, and as a line for people."""
+
+from __future__ import annotations
+
+import math
+import platform
+from importlib.metadata import version
+from typing import Any
+
+import jax
+
+import dflash_jax
+from infer.session import Completion, Session
+
+
+def as_json(session: Session, answer: Completion) -> dict[str, Any]:
+    """tokens, prompt_tokens: ids. committed: tokens of each round; tau: their mean, null without rounds.
+    tokens_per_second: of decoding. seconds: see infer/clock.py."""
+    pair, stats = session.pair, answer.stats
+    return {
+        "text": answer.text,
+        "tokens": answer.tokens,
+        "prompt_tokens": answer.prompt_tokens,
+        "finish_reason": answer.finish_reason,
+        "rounds": len(stats.sizes),
+        "committed": stats.committed[0],
+        "tau": None if math.isnan(stats.tau) else stats.tau,
+        "acceptance_by_position": stats.acceptance_by_position(),
+        "seconds": answer.seconds,
+        "tokens_per_second": answer.tokens_per_second,
+        "dtype": pair.dtype,
+        "device": describe_device(pair.device),
+        "mode": answer.mode,
+        "block_size": answer.block_size,
+        "target": pair.target.source,
+        "draft": pair.draft.source if pair.draft else None,
+        "versions": versions(),
+        **({} if answer.logprobs is None else {"logprobs": answer.logprobs}),
+    }
+
+
+def describe_device(device: jax.Device) -> str:
+    """"cpu:0", "gpu:0 (NVIDIA H100)": the kind where it says more than the platform."""
+    name = f"{device.platform}:{device.id}"
+    return name if device.device_kind.lower() == device.platform else f"{name} ({device.device_kind})"
+
+
+def versions() -> dict[str, str]:
+    return {
+        "dflash_jax": dflash_jax.__version__,
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("jax", "jaxlib", "flax")},
+    }
+
+
+def summary(answer: Completion) -> str:
+    """One line for stderr."""
+    stats, seconds = answer.stats, answer.seconds
+    parts = [f"{len(answer.tokens)} tokens ({answer.finish_reason})"]
+    if answer.tokens_per_second:
+        parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
+    if answer.mode == "ar":
+        parts.append("autoregressive")
+    elif stats.sizes:
+        parts.append(f"{len(stats.sizes)} rounds, {stats.tau:.2f} tokens per round")
+    parts.append(", ".join(f"{stage} {took:.2f}" for stage, took in seconds.items()) + " s")
+    return "; ".join(parts)

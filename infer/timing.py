@@ -1,0 +1,90 @@
+"""How long the parts take: autoregressive steps, rounds, and the stages of a round alone.
+
+Method: every figure is the median over repeats of warm runs (compiled before), in milliseconds of wall
+clock with `block_until_ready`; whole generations are divided by their rounds. Figures of one call are
+comparable with each other, not with those of another machine or another hour.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import decode
+from dflash_jax.buckets import prefixes
+from dflash_jax.policy import Fixed
+from dflash_jax.state import Models, Options, RoundState
+
+
+def seconds(run: Callable[[], Any], repeats: int) -> tuple[float, Any]:
+    """Median seconds of `run` after one warm-up, and its last result."""
+    result = jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return float(np.median(times)), result
+
+
+def generation(
+    models: Models,
+    prompt: Sequence[int],
+    size: int,
+    new_tokens: int,
+    repeats: int,
+    capacity: int | None = None,
+) -> dict[str, float]:
+    """Prefill and the compiled loop, without stop tokens: what `new_tokens` cost. size 1 is autoregressive."""
+    models = models if size > 1 else models.without_draft()
+    options = Options(Fixed(size))
+
+    def start() -> RoundState:
+        return decode.prefill(models, [prompt], options, max_new_tokens=new_tokens, capacity=capacity)
+
+    prefill, state = seconds(start, repeats)
+    loop, end = seconds(lambda: decode.generate(models, state, options), repeats)
+    rounds = int(end.rounds)
+    return {
+        "prefill_ms": 1e3 * prefill,
+        "round_ms": 1e3 * loop / rounds,
+        "rounds": rounds,
+        "tau": (int(end.emitted[0]) - 1) / rounds,
+        "tokens_per_second": (int(end.emitted[0]) - 1) / loop,
+        "tokens_per_second_with_prefill": int(end.emitted[0]) / (loop + prefill),
+    }
+
+
+def stages(models: Models, prompt: Sequence[int], size: int, repeats: int) -> dict[str, float]:
+    """The stages of one round, each as a program of its own, from the state after the prompt."""
+    options = Options(Fixed(size))
+    state = decode.prefill(models, [prompt], options, max_new_tokens=64)
+    slots = next(n for n in prefixes(state.target_cache.layers[0].slots, size) if n >= len(prompt))
+    draft, (block, probs) = seconds(lambda: decode.propose_step(models, state, options, size, slots), repeats)
+    verify, output = seconds(lambda: decode.verify_step(models, state, block, slots), repeats)
+    accept, verified = seconds(lambda: decode.judge_step(state, block, output, probs, options), repeats)
+    write, _ = seconds(lambda: decode.write_step(models, state, verified, options), repeats)
+    whole, _ = seconds(lambda: decode.round_step(models, state, options), repeats)
+    named = {"draft": draft, "verify": verify, "accept": accept, "commit": write, "round": whole}
+    return {f"{name}_ms": 1e3 * value for name, value in named.items()}
+
+
+def by_length(
+    models: Models, size: int, committed: int, capacity: int, repeats: int, rounds: int = 32
+) -> float:
+    """Milliseconds per round with about `committed` positions in caches of `capacity`: the slope between a
+    short and a long loop, so that entering the loop (which copies the state) is not in it."""
+    models = models if size > 1 else models.without_draft()
+    options = Options(Fixed(size))
+    prompt = np.random.default_rng(0).integers(5, 1000, committed).tolist()
+    budget = rounds * size + 1
+    state = decode.prefill(models, [prompt], options, max_new_tokens=budget, capacity=capacity)
+    short = state.replace(limit=jnp.asarray([2 * size + 1], jnp.int32))
+    few, early = seconds(lambda: decode.generate(models, short, options), repeats)
+    many, late = seconds(lambda: decode.generate(models, state, options), repeats)
+    return 1e3 * (many - few) / (int(late.rounds) - int(early.rounds))

@@ -1,0 +1,132 @@
+"""A training step: what it minimises, how gradients accumulate, and that a draft can be overfitted to
+the real decoder (CASES 38, 42)."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tiny import DRAFT, TARGET
+
+from dflash_jax import decode
+from dflash_jax.drafts import DFlash, abstract_params, init_params
+from dflash_jax.policy import Fixed
+from dflash_jax.state import AUTOREGRESSIVE, Models, Options
+from dflash_jax.targets import init_params as init_target
+from dflash_jax.targets import make_target
+from dflash_jax.weights import hf
+from train import data, evaluate, loss, step
+from train.anchors import sample_anchors
+from train.initialise import from_target
+
+SETUP = step.Setup(make_target(TARGET), DFlash(DRAFT), anchors=6, gamma=2.0, chunk=16)
+
+
+def target_params() -> dict:
+    """Scaled up from the usual initialisation, so that greedy text does not repeat one token."""
+    return jax.tree.map(lambda x: x * 10 if x.ndim > 1 else x, init_target(TARGET, jax.random.key(0)))
+
+
+def batch(rows: int, length: int = 20) -> step.Batch:
+    tokens = np.random.default_rng(rows).integers(4, 64, (rows, length)).astype(np.int32)
+    position = np.broadcast_to(np.arange(length), tokens.shape)
+    ends = np.arange(rows)[:, None] % 4 + length - 4
+    return step.Batch(tokens, position < ends, (position < ends) & (position >= 6))
+
+
+def test_predictions_are_what_decoding_proposes() -> None:
+    """The whole path of a step (target features, embeddings, blocks, head) against prefill + propose."""
+    params, draft = target_params(), init_params(DRAFT, jax.random.key(1))
+    models = Models(params, draft, SETUP.target, SETUP.draft)
+    tokens = np.random.default_rng(0).integers(4, 64, (1, 20)).astype(np.int32)
+    inside = np.ones_like(tokens, bool)
+    for anchor in (4, 11):
+        state = decode.prefill(models, tokens[:, :anchor].tolist(), Options(Fixed(4)), max_new_tokens=8)
+        state = dataclasses.replace(state, anchor=jnp.asarray(tokens[:, anchor]))
+        proposed = np.asarray(decode.propose(models, state, Options(Fixed(4)), 4, 64)[0].tokens)[0, 1:]
+        told = tokens.copy()
+        told[0, anchor + 1 : anchor + 4] = proposed  # the text that makes every candidate right
+        blocks, _ = step.predict(
+            SETUP,
+            params,
+            draft,
+            step.Batch(told, inside, inside),
+            np.array([[anchor]]),
+            np.ones((1, 1), bool),
+        )
+        assert int(blocks[0, 0]) == 3
+
+
+def test_padding_and_unsupervised_tokens_change_nothing() -> None:
+    params, draft = target_params(), init_params(DRAFT, jax.random.key(1))
+    base = batch(3)
+    anchors, keep = sample_anchors(jax.random.key(0), jnp.asarray(base.supervised), 6)
+    _, measured = step.predict(SETUP, params, draft, base, anchors, keep)
+    other = base.replace(tokens=np.where(base.valid, base.tokens, 9))
+    wider = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 8))), other)
+    _, again = step.predict(SETUP, params, draft, wider, anchors, keep)
+    assert float(measured.weight) > 0
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), measured, again)
+
+
+def test_microbatches_give_the_gradient_of_one_batch() -> None:
+    """Sequences of unequal length: only global denominators make this true. Anchors: all of them."""
+    setup = dataclasses.replace(SETUP, anchors=20, clip=1e9, decay=0.0)
+    params, draft = target_params(), init_params(DRAFT, jax.random.key(1))
+    state, key, rate = step.init_state(setup, draft), jax.random.key(0), jnp.float32(0.1)
+    whole = jax.tree.map(lambda x: x[None], batch(4))
+    halves = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), batch(4))
+    one, measured, norm = step.train_step(setup, params, state, whole, key, rate)
+    two, summed, other = step.train_step(setup, params, state, halves, key, rate)
+    np.testing.assert_allclose(norm, other, rtol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), measured, summed)
+    moments = (state.optimizer[1].mu for state in (one, two))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7), *moments)
+
+
+def test_soft_labels_of_the_target_itself_are_its_logits() -> None:
+    """At temperature 0 soft labels are the target's argmax: on greedy text they are the labels."""
+    params, draft = target_params(), init_params(DRAFT, jax.random.key(1))
+    prompts = [[5, 6, 7, 8], [9, 10, 11, 12]]
+    models = Models(params, None, SETUP.target, None)
+    answers = decode.complete(models, prompts, AUTOREGRESSIVE, max_new_tokens=12).tokens
+    corpus, _ = data.corpus([(p, a, 0.0) for p, a in zip(prompts, answers, strict=True)])
+    text = corpus.batch(np.arange(2), 16)
+    anchors, keep = sample_anchors(jax.random.key(0), jnp.asarray(text.supervised), 6)
+    soft = dataclasses.replace(SETUP, soft=1.0, soft_temperature=1e-3)
+    _, hard_metrics = step.predict(SETUP, params, draft, text, anchors, keep)
+    _, soft_metrics = step.predict(soft, params, draft, text, anchors, keep)
+    np.testing.assert_allclose(soft_metrics.loss, hard_metrics.loss, rtol=1e-3)
+
+
+def test_overfits_until_the_decoder_accepts_whole_blocks(tmp_path: Path) -> None:
+    target, params = SETUP.target, target_params()
+    prompts = np.random.default_rng(3).integers(4, 64, (10, 6)).tolist()
+    plain = Models(params, None, target, None)
+    answers = decode.complete(plain, prompts, AUTOREGRESSIVE, max_new_tokens=25).tokens
+    assert np.mean([len(set(a)) for a in answers]) > 6, "the text repeats itself: nothing to learn"
+    corpus, _ = data.corpus([(p, a, 0.0) for p, a in zip(prompts, answers, strict=True)])
+    setup = dataclasses.replace(SETUP, anchors=12)
+    rows = np.arange(10)
+    state = step.init_state(setup, from_target(target, params, DRAFT, corpus.tokens[:, :16]))
+    whole = jax.tree.map(lambda x: x[None], corpus.batch(rows, 32))
+    losses = []
+    for n in range(400):
+        rate = jnp.float32(4e-3 * min(1.0, n / 20) * (1 - n / 400))
+        key = jax.random.key(n)
+        state, measured, _ = step.train_step(setup, params, state, whole, key, rate)
+        losses.append(loss.summary(measured)["loss"])
+    assert losses[-1] < 0.05 < losses[0]
+    walk = evaluate.evaluate(setup, params, state.params, corpus, 10, 32)["walk"]
+
+    hf.save_draft(tmp_path, DRAFT, jax.tree.map(np.asarray, state.params), np.float32)
+    read = hf.load_draft(tmp_path, hf.draft_config(tmp_path), abstract_params(DRAFT), np.dtype(np.float32))
+    models = Models(params, read, target, DFlash(hf.draft_config(tmp_path)))
+    out = decode.complete(models, prompts, Options(Fixed(4)), max_new_tokens=25)
+    assert out.tokens == answers
+    assert out.tau >= 0.9 * 4
+    np.testing.assert_allclose(walk, out.tau, rtol=0.01)  # the walk is what decoding does
