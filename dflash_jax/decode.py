@@ -269,7 +269,7 @@ def generate_stepwise(
         else:
             state, trace = round_step(models, state, now)
         if chooser is not None:
-            p = chooser.update(p, np.asarray(trace.kept))
+            p = chooser.update(p, trace.kept)
         yield state, trace
         if bonus == "explicit" and not bool(jnp.all(state.done)):
             state, trace = _bonus(models, state, options)

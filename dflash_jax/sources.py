@@ -53,7 +53,7 @@ def find_target(name: str) -> Named:
     if name not in shortnames.names():
         return Named(find(name))
     pair = shortnames.find(name)
-    draft = _place(pair.draft, f"{name} (shipped draft)") if pair.draft else None
+    draft = find_draft(name) if pair.draft else None
     return Named(_place(pair.target, name), draft, pair.generation)
 
 
@@ -61,10 +61,10 @@ def find_draft(name: str) -> Source:
     """As find_target; a short name means the draft that it ships."""
     if name not in shortnames.names():
         return find(name)
-    draft = find_target(name).draft
-    if draft is None:
+    place = shortnames.find(name).draft
+    if place is None:
         raise ConfigError(f"short name '{name}' ships no draft yet: give a draft's folder, or 'none'")
-    return draft
+    return _place(place, f"{name} (shipped draft)")
 
 
 def find(name: str) -> Source:

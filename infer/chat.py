@@ -87,7 +87,7 @@ class Chat:
         last = self._said.tokens[-1]
         end = words.decode([last], skip_special=False) if last in words.stop_ids else ""
         if not found or head != before or not tail.startswith(end) or tail == end:
-            _log.warning("this chat template rewrites earlier turns: the conversation is read again")
+            _log.warning("the conversation is read again: its chat template does not just append a turn")
             return None
         return words.encode(tail.removeprefix(end))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,13 @@ import jax
 from dflash_jax import pair
 from dflash_jax.config import ConfigError
 from dflash_jax.fetch import cache_folder
-from infer import chat, demo, inspect
+from infer import chat, check, demo, inspect, timing
 from infer.clock import Clock
-from infer.options import Chat, Decoding, Demo, Generate, Inspect
-from infer.output import as_json, summary
+from infer.datasets import read_prompts
+from infer.options import Chat, Check, Decoding, Demo, Generate, Inspect, Time
+from infer.output import as_json, describe_device, summary
 from infer.session import Session
-from infer.settings import Settings
+from infer.settings import Settings, plan
 from infer.terminal import Screen
 from infer.trace import Trace, check_writable
 
@@ -33,6 +33,10 @@ def run(flags: Any, screen: Screen) -> int:
             return talk(flags, screen)
         case Demo():
             return show(flags, screen)
+        case Check():
+            return lossless(flags, screen)
+        case Time():
+            return measure(flags, screen)
         case Inspect():
             screen.clear()
             return inspect.run(flags.path, flags.target)
@@ -43,7 +47,7 @@ def keep_compiled() -> None:
     """Compiled programs stay in the user's cache folder, so that a second start is warm. The key of an
     entry holds the program, the versions, the flags and the machine. JAX_COMPILATION_CACHE_DIR, as
     everywhere in JAX, names another folder."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if jax.config.jax_compilation_cache_dir is None:
         folder = cache_folder() / "xla"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,11 +58,15 @@ def keep_compiled() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def open_session(flags: Generate | Chat | Demo) -> Session:
+def open_session(flags: Generate | Chat | Demo | Check | Time) -> Session:
     clock = Clock()
     with clock.stage("load"):
         loaded = pair.load(
-            flags.target, flags.draft, dtype=flags.dtype, device=flags.device, block_size=flags.block_size
+            flags.target,
+            flags.draft,
+            dtype=flags.dtype,
+            device=flags.device,
+            block_size=getattr(flags, "block_size", None),
         )
     return Session(loaded, clock.seconds["load"])
 
@@ -139,3 +147,32 @@ def talk(flags: Chat, screen: Screen) -> int:
 def show(flags: Demo, screen: Screen) -> int:
     wanted = Settings(max_new_tokens=flags.max_new_tokens, block_size=flags.block_size)
     return demo.run(open_session(flags), wanted, screen)
+
+
+def lossless(flags: Check, screen: Screen) -> int:
+    texts = read_prompts(flags.prompts, flags.max_samples)
+    session = open_session(flags)
+    if session.pair.draft is None:
+        session = Session(session.pair.with_draft(pair.random_draft(session.pair.target)))
+    loaded = session.pair
+    prompts = [tokens for text in texts if len(tokens := session.prompt(text)) <= flags.max_prompt_tokens]
+    if not prompts:
+        raise ConfigError(f"{flags.prompts}: no prompt has at most {flags.max_prompt_tokens} tokens")
+    options = plan(loaded, Settings(block_size=flags.block_size)).options
+    checker = check.Checker(loaded.models, prompts, options, loaded.target.stop_ids, flags.max_new_tokens)
+    assert loaded.draft is not None
+    title = (
+        f"target {loaded.target.source}, draft {loaded.draft.source}, block {options.largest}, {loaded.dtype} "
+        f"on {describe_device(loaded.device)}, {flags.max_new_tokens} new tokens"
+    )
+    screen.clear()
+    return check.run(checker, flags.temperatures, flags.batch, flags.out, title)
+
+
+def measure(flags: Time, screen: Screen) -> int:
+    session = open_session(flags)
+    loaded = session.pair
+    largest = max(flags.block_sizes)
+    if loaded.draft is None or loaded.draft.config.block_size < largest:
+        loaded = loaded.with_draft(pair.random_draft(loaded.target, block_size=largest))
+    return timing.run(loaded, flags, screen)

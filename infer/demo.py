@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import textwrap
 import warnings
 from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from dflash_jax import pair as pairs
 from dflash_jax.generation import DraftWarning
@@ -110,12 +111,12 @@ def report(session: Session, results: list[Both], compiling: float, console: Con
         highlight=False,
         soft_wrap=True,
     )
-    table = Table(Column("prompt", no_wrap=True))
+    table = Table("prompt")
     for name in ("tokens", "plain", "DFlash", "speedup", "tau", "same"):
         table.add_column(name, justify="right")
     for both in results:
         table.add_row(
-            both.prompt,
+            textwrap.shorten(both.prompt, 34, placeholder=" ..."),
             str(len(both.fast.tokens)),
             f"{1 / _per_token(both.plain):.1f}" if len(both.plain.tokens) > 1 else "-",
             f"{1 / _per_token(both.fast):.1f}" if len(both.fast.tokens) > 1 else "-",

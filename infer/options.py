@@ -179,5 +179,75 @@ class Demo:
     """Show tracebacks and all log messages."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Check(Models):
+    """Check that decoding is lossless: every decoder on the same prompts, greedy and sampled, alone and in
+    batches, compared token by token with autoregressive decoding. Exit status 1 when a token differs by more
+    than a near-tie.
+
+    python -m infer check --target smollm2 --prompts prompts.jsonl --max-samples 20
+
+    python -m infer check --target smollm2 --draft draft-folder --prompts prompts.jsonl --out check.json
+    """
+
+    prompts: Path
+    """JSONL, one prompt a line: {"turns": ["..."]} or {"prompt": "..."}."""
+
+    max_samples: int = 20
+    """At most this many prompts, spread evenly over the file."""
+
+    max_prompt_tokens: int = 256
+    """Longer prompts are left out, so that one capacity serves all."""
+
+    max_new_tokens: int = 64
+    """Budget of each answer."""
+
+    block_size: int | None = None
+    """Rows of a block; the draft's by default."""
+
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """0 is greedy. Sampling uses fixed seeds."""
+
+    batch: int = 4
+    """Rows of the batched runs."""
+
+    out: Path | None = None
+    """Write the table and every difference to this JSON file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time(Models):
+    """Time the parts: autoregressive steps, rounds by block size, their stages alone, and what long caches
+    cost. Medians of warm runs; figures of one call are comparable with each other only.
+
+    python -m infer time --target smollm2 --block-sizes 4 8 --compare
+    """
+
+    block_sizes: tuple[int, ...] = (8, 16)
+    """Blocks to time; above the draft's own size an untrained draft of the largest is used."""
+
+    new_tokens: int = 128
+    """Tokens of each generation. Stop tokens are ignored."""
+
+    prompt_tokens: int = 40
+    """Tokens of the (arbitrary) prompt."""
+
+    repeats: int = 5
+    """Runs behind each median."""
+
+    compare: bool = False
+    """Also time transformers and PyPI dflash on the same weights (extra `parity`)."""
+
+    out: Path | None = None
+    """Write the figures to this JSON file."""
+
+
 # In the order of the overview.
-COMMANDS: dict[str, type] = {"demo": Demo, "generate": Generate, "chat": Chat, "inspect": Inspect}
+COMMANDS: dict[str, type] = {
+    "demo": Demo,
+    "generate": Generate,
+    "chat": Chat,
+    "inspect": Inspect,
+    "check": Check,
+    "time": Time,
+}

@@ -7,6 +7,9 @@ comparable with each other, not with those of another machine or another hour.
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +17,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
 from dflash_jax import decode
 from dflash_jax.buckets import prefixes
+from dflash_jax.pair import Pair
 from dflash_jax.policy import Fixed
 from dflash_jax.state import Models, Options, RoundState
+from dflash_jax.weights.atomic import replacing
+from infer.options import Time
+from infer.output import describe_device
+from infer.terminal import Screen
+
+_log = logging.getLogger(__name__)
 
 
 def seconds(run: Callable[[], Any], repeats: int) -> tuple[float, Any]:
@@ -88,3 +99,38 @@ def by_length(
     few, early = seconds(lambda: decode.generate(models, short, options), repeats)
     many, late = seconds(lambda: decode.generate(models, state, options), repeats)
     return 1e3 * (many - few) / (int(late.rounds) - int(early.rounds))
+
+
+def run(pair: Pair, flags: Time, screen: Screen) -> int:
+    """Print the tables, write `flags.out`."""
+    models = pair.models
+    assert pair.draft is not None
+    prompt = np.random.default_rng(0).integers(5, 1000, flags.prompt_tokens).tolist()
+    console, figures = Console(file=sys.stdout), {}
+    title = (
+        f"target {pair.target.source}, draft {pair.draft.source}, {pair.dtype} on {describe_device(pair.device)}, "
+        f"{flags.prompt_tokens} prompt tokens, {flags.new_tokens} new tokens, medians of {flags.repeats}"
+    )
+    sizes = (1, *flags.block_sizes)
+    for size in sizes:
+        _log.info("timing block size %d", size)
+        figures[f"block {size}"] = generation(models, prompt, size, flags.new_tokens, flags.repeats)
+    for size in flags.block_sizes:
+        figures[f"stages of block {size}"] = stages(models, prompt, size, flags.repeats)
+    if flags.compare:
+        from infer.peers import Peers
+
+        peers = Peers(models)
+        _log.info("timing transformers and dflash")
+        figures["transformers"] = peers.transformers(prompt, flags.new_tokens, flags.repeats)
+        for size in flags.block_sizes:
+            figures[f"dflash block {size}"] = peers.dflash(prompt, size, flags.new_tokens, flags.repeats)
+    screen.clear()
+    console.print(title, highlight=False, soft_wrap=True)
+    for what, values in figures.items():
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        console.print(f"{what}: {shown}", highlight=False, soft_wrap=True)
+    if flags.out:
+        with replacing(flags.out) as file:
+            file.write(json.dumps({"title": title, **figures}, indent=1).encode())
+    return 0

@@ -1,4 +1,4 @@
-"""Commit selects: whatever path of whatever block, the cache is what feeding these tokens one by one gives."""
+"""Commit selects: any path of any block gives the cache that feeding its tokens one by one gives."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check_path(parents: np.ndarray, ends: list[int]) -> None:
     paths = [root_path(parents[row], ends[row]) for row in range(B)]
     count = np.array([len(path) for path in paths], np.int32)
     # What follows the path may be anything in range.
-    path = np.array([(path + [T - 1, 0, 3, 1, 2, 4])[:T] for path in paths], np.int32)
+    path = np.array([[*path, T - 1, 0, 3, 1, 2, 4][:T] for path in paths], np.int32)
     selected = commit(start(), trail, jnp.asarray(path), jnp.asarray(count))
     one_by_one = start()
     for i in range(count.max()):

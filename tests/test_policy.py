@@ -64,7 +64,7 @@ def test_adaptive_grows_back_one_size_at_a_time_when_blocks_are_accepted_whole()
 
 
 def test_adaptive_keeps_the_smallest_size_with_headroom() -> None:
-    """A steady mean of m committed tokens, m - 1 candidates, settles on the smallest size >= 1 + 2 (m - 1)."""
+    """A steady mean of m tokens, m - 1 candidates, settles on the smallest size >= 1 + 2 (m - 1)."""
     for mean, size in ((1, 2), (1.5, 2), (1.6, 4), (2.5, 4), (2.6, 8), (4.5, 8), (4.6, 16), (12, 16)):
         p = jnp.asarray(mean, jnp.float32)
         assert ADAPTIVE.sizes[int(ADAPTIVE.choose(p))] == size, mean

@@ -77,7 +77,7 @@ def weighted(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Numerator and denominator of the decayed loss, apart: both are summed over microbatches and
     devices before they are divided."""
-    weights = decay_weights(loss.shape[2] + 1, gamma)[None, None] * supervised
+    weights = decay_weights(loss.shape[2] + 1, gamma)[None, None] * supervised.astype(jnp.float32)
     return jnp.sum(loss * weights), jnp.sum(weights)
 
 
@@ -114,7 +114,7 @@ def metrics(
         weight=weight,
         right=hit.sum((0, 1)).astype(jnp.float32),
         seen=supervised.sum((0, 1)).astype(jnp.float32),
-        matched=jnp.sum(leading(hit) * complete).astype(jnp.float32),
+        matched=jnp.sum(jnp.where(complete, leading(hit), 0)).astype(jnp.float32),
         blocks=complete.sum().astype(jnp.float32),
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -55,11 +56,12 @@ class Setup:
 
 @struct.dataclass
 class Batch:
-    """tokens [B, S] i32, valid [B, S] bool (False: padding), supervised [B, S] bool (answer tokens)."""
+    """tokens [B, S] i32, valid [B, S] bool (False: padding), supervised [B, S] bool (answer tokens):
+    arrays of JAX or NumPy."""
 
-    tokens: Array
-    valid: Array
-    supervised: Array
+    tokens: Any
+    valid: Any
+    supervised: Any
 
 
 @struct.dataclass
@@ -107,9 +109,11 @@ def train_step(
     gradient, measured = lax.scan(micro, zero, (batches, keys))
     measured = jax.tree.map(lambda x: x.sum(0), measured)
     gradient = jax.tree.map(lambda x: x / jnp.maximum(measured.weight, 1e-6), gradient)
-    updates, inner = optimizer(setup).update(gradient, state.optimizer, state.params)
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradient)))
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the integer step count
+        updates, inner = optimizer(setup).update(gradient, state.optimizer, state.params)
     params = jax.tree.map(lambda x, u: x - rate * u, state.params, updates)
-    return State(params, inner, state.step + 1), measured, optax.global_norm(gradient)
+    return State(params, inner, state.step + 1), measured, norm
 
 
 @partial(jax.jit, static_argnames="setup")
@@ -140,10 +144,10 @@ def _objective(
         batch.tokens, batch.supervised, anchors, keep, draft.config.block_size, draft.config.mask_token_id
     )
     features, final = target_states(setup, target_params, batch)
-    head = partial(setup.target.apply, {"params": target_params}, method="head")
+    head = partial(_apply, setup.target, target_params, method="head")
     shape = blocks.inputs.shape
-    embeddings = setup.target.apply(
-        {"params": target_params}, blocks.inputs.reshape(shape[0], -1), method="embed"
+    embeddings = _apply(
+        setup.target, target_params, blocks.inputs.reshape(shape[0], -1), method="embed"
     ).reshape(*shape, -1)
     dtype = jnp.dtype(setup.dtype)
     weights, features, embeddings = jax.tree.map(lambda x: x.astype(dtype), (params, features, embeddings))
@@ -179,7 +183,7 @@ def tapped(
     dtype = jax.tree.leaves(target_params)[0].dtype
     cache = target_cache(target.config, tokens.shape[0], 0, dtype)
     block = chain_block(tokens)
-    return target.apply({"params": target_params}, block, cache, taps=taps, logits=None).features
+    return _apply(target, target_params, block, cache, taps=taps, logits=None).features
 
 
 def target_states(
@@ -190,8 +194,9 @@ def target_states(
     rows = batch.tokens.shape[0]
     taps = setup.draft.config.taps + ((c.num_layers - 1,) if setup.soft else ())
     dtype = jax.tree.leaves(target_params)[0].dtype
-    output = setup.target.apply(
-        {"params": target_params},
+    output = _apply(
+        setup.target,
+        target_params,
         chain_block(batch.tokens, batch.valid),
         target_cache(c, rows, 0, dtype),
         taps=taps,
@@ -201,7 +206,11 @@ def target_states(
     if not setup.soft:
         return features, None
     features, last = features[..., : -c.hidden_size], features[..., -c.hidden_size :]
-    return features, RMSNorm(c.rms_norm_eps).apply({"params": target_params["norm"]}, last)
+    return features, _apply(RMSNorm(c.rms_norm_eps), target_params["norm"], last)
+
+
+def _apply(module: nn.Module, params: Any, *args: Any, **kwargs: Any) -> Any:
+    return module.apply({"params": params}, *args, **kwargs)
 
 
 def _before(final: Float[Array, "B S D"], blocks: Blocks) -> Float[Array, "R D"]:

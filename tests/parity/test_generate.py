@@ -18,24 +18,25 @@ from dflash_jax.policy import Fixed
 from dflash_jax.state import Models, Options
 
 BUDGET = 64
-VOCAB = 10  # so few tokens that a random draft is often right
 SLIDE = {"use_sliding_window": True, "sliding_window": 7}
 ALTERNATE = ["full_attention", "sliding_attention"]
 
-# {name: (target, draft)}. The seeds are chosen for drafts that are often right.
-PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "llama": ({"family": "llama"}, {}),
+# {name: (vocabulary, seed, target, draft)}. Random drafts of so few tokens are often right; these seeds are
+# right for many lengths of stretches. No tap is the last layer, where the reference reads the normed state
+# and a draft is meant to see the one before the norm.
+PAIRS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "llama": (4, 0, {"family": "llama"}, {}),
     "qwen2-sliding": (
-        {"family": "qwen2", "max_window_layers": 1, **SLIDE},
+        *(4, 0, {"family": "qwen2", "max_window_layers": 1, **SLIDE}),
         {"layer_types": ["sliding_attention"] * 2, **SLIDE},
     ),
     "qwen3-sliding": (
-        {"family": "qwen3", "head_dim": 16, "layer_types": ALTERNATE * 2, **SLIDE},
+        *(6, 2, {"family": "qwen3", "head_dim": 16, "layer_types": ALTERNATE * 2, **SLIDE}),
         {"layer_types": ALTERNATE, "is_causal": False, **SLIDE},
     ),
-    "qwen3": (
-        {"family": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
-        {"taps": [3], "own": {"input_embedding_scale": 2.0, "final_logit_softcapping": 5.0}},
+    "qwen3-scaled": (
+        *(4, 1, {"family": "qwen3", "head_dim": 16}),
+        {"own": {"input_embedding_scale": 2.0, "final_logit_softcapping": 5.0}},
     ),
 }
 
@@ -43,10 +44,10 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Twin, Twin]:
     folder = tmp_path_factory.mktemp(request.param)
-    target, draft = PAIRS[request.param]
+    vocab, seed, target, draft = PAIRS[request.param]
     twins = (
-        target_twin(folder / "target", vocab_size=VOCAB, **target),
-        draft_twin(folder / "draft", 8, vocab_size=VOCAB, **draft),
+        target_twin(folder / "target", seed=seed, vocab_size=vocab, **target),
+        draft_twin(folder / "draft", 8, seed=100 + seed, vocab_size=vocab, **draft),
     )
     check_pair(twins[0].module.config, twins[1].module.config)
     return twins
@@ -58,9 +59,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dflash.model, "_cuda_time", time.perf_counter)
 
 
-def prompts(seed: int = 0) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, length).tolist() for length in (5, 23, 1, 12, 9, 17)]
+def prompts(pair: tuple[Twin, Twin]) -> list[list[int]]:
+    rng, vocab = np.random.default_rng(0), pair[0].module.config.vocab_size
+    return [rng.integers(0, vocab, length).tolist() for length in (5, 23, 1, 12)]
 
 
 def reference(
@@ -80,7 +81,7 @@ def ours(pair: tuple[Twin, Twin], size: int, stop_ids: list[int]) -> Generation:
     check_block_size(draft.module.config, size)
     models = Models(target.params, draft.params, target.module, draft.module)
     return complete(
-        models, prompts(), Options(Fixed(size)), max_new_tokens=BUDGET, stop_ids=stop_ids, chunk_size=16
+        models, prompts(pair), Options(Fixed(size)), max_new_tokens=BUDGET, stop_ids=stop_ids, chunk_size=16
     )
 
 
@@ -95,7 +96,7 @@ def comparable(committed: list[int], size: int) -> int:
 def test_same_tokens_same_rounds(pair: tuple[Twin, Twin], size: int) -> None:
     generation = ours(pair, size, [])
     rounds, kept = 0, 0
-    for b, prompt in enumerate(prompts()):
+    for b, prompt in enumerate(prompts(pair)):
         tokens, committed = reference(pair, prompt, size, [])
         assert generation.tokens[b] == tokens and len(tokens) == BUDGET
         assert generation.finish_reasons[b] == "length"
@@ -103,19 +104,19 @@ def test_same_tokens_same_rounds(pair: tuple[Twin, Twin], size: int) -> None:
         assert generation.committed[b][:n] == committed[:n]
         assert sum(generation.committed[b]) == sum(committed) == BUDGET - 1
         rounds, kept = rounds + n, kept + sum(committed[:n])
-    print(size, rounds, kept / rounds, generation.histogram())
-    assert rounds > 100
+    # Measured: 142 to 241 rounds, 1.05 to 1.29 tokens a round in blocks of 2, up to 1.62 in blocks of 8.
+    assert rounds > 130 and kept / rounds > 1.03, f"{rounds} rounds of {kept / rounds:.2f} tokens say little"
 
 
-@pytest.mark.parametrize("size", [4, 8])
-def test_stop_tokens(pair: tuple[Twin, Twin], size: int) -> None:
+def test_stop_tokens(pair: tuple[Twin, Twin]) -> None:
     """A stop token ends both at the same place, in the prefill or inside a block, and what it cut off does
     not count as accepted."""
+    size = 8
     free = ours(pair, size, [])
     stop_ids = sorted({row[17] for row in free.tokens[:2]})
     generation = ours(pair, size, stop_ids)
     assert "stop" in generation.finish_reasons
-    for b, prompt in enumerate(prompts()):
+    for b, prompt in enumerate(prompts(pair)):
         tokens, committed = reference(pair, prompt, size, stop_ids)
         assert generation.tokens[b] == tokens == free.tokens[b][: len(tokens)]
         n = comparable(committed, size)

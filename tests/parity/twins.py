@@ -66,7 +66,7 @@ def target_twin(
 def draft_twin(
     folder: Path,
     block_size: int = 6,
-    taps: Sequence[int] = (0, 2, 3),
+    taps: Sequence[int] = (0, 1, 2),
     own: Mapping[str, Any] | None = None,
     seed: int = 1,
     **changes: Any,
