@@ -82,7 +82,7 @@ class Pair:
     draft: Draft | None
     dtype: str
     device: jax.Device
-    generation: Generation = Generation()
+    generation: Generation = dataclasses.field(default_factory=Generation)
 
     def __post_init__(self) -> None:
         if self.draft is not None:

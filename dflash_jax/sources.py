@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflash_jax import fetch, shortnames
@@ -41,7 +41,7 @@ class Named:
 
     target: Source
     draft: Source | None = None
-    generation: Generation = Generation()
+    generation: Generation = field(default_factory=Generation)
 
 
 def find_target(name: str) -> Named:

@@ -119,7 +119,7 @@ class ScriptedDraft(DFlash):
 
     def propose(self, cache: DraftCache, embeddings: Float[Array, "B C D"]) -> Float[Array, "B c D"]:
         """Token ids in place of hidden states; `logits` reads them."""
-        script = self.get_variable("params", "script")
+        script: Array = self.get_variable("params", "script")
         positions = cache.length[:, None] + jnp.arange(1, embeddings.shape[1])[None]
         tokens = jnp.take_along_axis(script, jnp.minimum(positions, script.shape[1] - 1), axis=1)
         return jnp.broadcast_to(tokens[..., None].astype(embeddings.dtype), embeddings[:, 1:].shape)
@@ -128,9 +128,7 @@ class ScriptedDraft(DFlash):
         return 20.0 * jax.nn.one_hot(hidden[..., 0].astype(jnp.int32), self.config.vocab_size)
 
 
-def scripted(
-    models: Models, texts: Sequence[Sequence[int]], wrong: np.ndarray | bool | None = None
-) -> Models:
+def scripted(models: Models, texts: Sequence[Sequence[int]], wrong: np.ndarray | bool = False) -> Models:
     """`models` with a draft that proposes the tokens of texts[b] (prompt and output) by position.
 
     wrong [B, positions], or one bool for all: where it proposes another token instead.
@@ -139,10 +137,13 @@ def scripted(
     script = np.zeros((len(texts), bucket(max(map(len, texts)))), np.int32)
     for row, text in zip(script, texts, strict=True):
         row[: len(text)] = text
-    if wrong is not None:
-        mistaken = np.zeros(script.shape, bool)
-        mistaken[:, : np.shape(wrong)[1] if np.ndim(wrong) else None] = wrong
-        script = np.where(mistaken, (script + 1) % models.target.config.vocab_size, script)
+    mistaken = np.zeros(script.shape, bool)
+    if isinstance(wrong, np.ndarray):
+        width = min(wrong.shape[1], script.shape[1])
+        mistaken[:, :width] = wrong[:, :width]
+    else:
+        mistaken[:] = wrong
+    script = np.where(mistaken, (script + 1) % models.target.config.vocab_size, script)
     params = {"script": jnp.asarray(script, jnp.int32)}
     draft = ScriptedDraft(models.draft.config)
     return Models(models.target_params, params, models.target, draft)

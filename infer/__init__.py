@@ -1,1 +1,1 @@
-"""The command line over the library: generate, chat, demo, benchmark, inspect, convert."""
+"""The command line over the library: `python -m infer --help`. `session.Session` is the same from Python."""

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
-        sys.stdout = None  # type: ignore[assignment]  # its flush at exit would fail again
+        sys.stdout = None  # its flush at exit would fail again
         return FAILURE
     except Exception as error:  # a failed download, a full disk, no memory on the device
         return _fail(error, FAILURE, arguments)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import jax
 import jax.monitoring
@@ -30,9 +29,9 @@ class Clock:
     def stage(self, name: str) -> Iterator[None]:
         spans: list[tuple[float, float]] = []
 
-        def listen(event: str, start: float, end: float, **_: Any) -> None:
+        def listen(event: str, start_time: float, end_time: float, **_: str | int) -> None:
             if event.startswith(_COMPILING):
-                spans.append((start, end))
+                spans.append((start_time, end_time))
 
         jax.monitoring.register_event_time_span_listener(listen)
         begin = time.time()  # the clock of JAX's events

@@ -47,7 +47,7 @@ def keep_compiled() -> None:
     """Compiled programs stay in the user's cache folder, so that a second start is warm. The key of an
     entry holds the program, the versions, the flags and the machine. JAX_COMPILATION_CACHE_DIR, as
     everywhere in JAX, names another folder."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         folder = cache_folder() / "xla"
         try:
             folder.mkdir(parents=True, exist_ok=True)

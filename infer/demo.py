@@ -28,6 +28,7 @@ PROMPTS = (
     "A train leaves at 9:40 and arrives at 11:15. How many minutes does it travel?",
     "Repeat the sentence 'The quick brown fox jumps over the lazy dog.' three times.",
 )
+_BLOCK = 8  # of a draft that is made here
 _WARM_UP = 8  # tokens: the same program as any budget up to 64
 # bfloat16 keeps 8 bits: logits of 16 to 32 lie on a grid of 0.125, and either decoder may be a step off.
 _NEAR_TIE = {"float32": NEAR_TIE, "bfloat16": 0.25}
@@ -61,8 +62,7 @@ def _per_token(answer: Completion) -> float:
 def run(session: Session, settings: Settings, screen: Screen) -> int:
     """Print the comparison. Exit status 1 when tokens differ by more than a near-tie."""
     if session.pair.draft is None:
-        size = {} if settings.block_size is None else {"block_size": settings.block_size}
-        draft = pairs.random_draft(session.pair.target, **size)
+        draft = pairs.random_draft(session.pair.target, block_size=settings.block_size or _BLOCK)
         session = Session(session.pair.with_draft(draft), session.load_seconds)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DraftWarning)  # the verdict says it

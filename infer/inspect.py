@@ -46,7 +46,9 @@ def is_draft(source: Source) -> bool:
     return ARCHITECTURE in names or any(key in fields for key in _DRAFT_KEYS)
 
 
-def _show(source: Source, role: str, problems: list[str], facts: Callable[[], tuple[Facts, list[str]]]) -> None:
+def _show(
+    source: Source, role: str, problems: list[str], facts: Callable[[], tuple[Facts, list[str]]]
+) -> None:
     print(f"{source.name}: a {role} ({'GGUF file' if source.is_gguf else 'Hugging Face folder'})")
     try:
         known, wrong = facts()

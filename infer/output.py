@@ -40,7 +40,7 @@ def as_json(session: Session, answer: Completion) -> dict[str, Any]:
 
 
 def describe_device(device: jax.Device) -> str:
-    """"cpu:0", "gpu:0 (NVIDIA H100)": the kind where it says more than the platform."""
+    """ "cpu:0", "gpu:0 (NVIDIA H100)": the kind where it says more than the platform."""
     name = f"{device.platform}:{device.id}"
     return name if device.device_kind.lower() == device.platform else f"{name} ({device.device_kind})"
 

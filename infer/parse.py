@@ -56,12 +56,15 @@ def overview() -> str:
 
 
 def first_sentence(box: str) -> str:
-    """What tyro's error box says before its first rule, without the frame."""
-    said: list[str] = []
+    """What tyro's error box says before its first rule, without frame and title."""
+    framed = "╭" in box  # else drawn in ASCII, with the title in a part of its own
+    parts: list[list[str]] = [[]]
     for line in box.splitlines():
         text = line.strip("│ ")
-        if text.startswith("──"):
-            break
-        if text and text[0] not in "╭╰":
-            said.append(text)
-    return " ".join(said).rstrip(".") or "the flags cannot be read"
+        if re.fullmatch("[─-]{3,}", text):
+            parts.append([])
+        elif text and text[0] not in "╭╰":
+            parts[-1].append(text)
+    said = [" ".join(part) for part in parts if part]
+    first = said[:1] if framed else said[1:2] or said[:1]
+    return (first[0] if first else "the flags cannot be read").rstrip(".")

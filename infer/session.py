@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from dflash_jax.pair import DTYPES, Pair, say_memory
 from dflash_jax.sampling import sampling
 from dflash_jax.state import STOP, RoundState, RoundTrace
 from infer.clock import Clock
+from infer.completion import Completion, Run, cut_at, row_of
 from infer.settings import Plan, Settings, plan
 from infer.text import RowText
 
@@ -36,45 +36,6 @@ _log = logging.getLogger(__name__)
 
 OnText = Callable[[int, str], None]  # row, new text
 OnRound = Callable[[RoundState, RoundState, RoundTrace], None]  # before, after, what the round saw
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One row's answer.
-
-    tokens: a stop token included, what follows a stop string not. finish_reason: "stop" or "length".
-    stats: a Generation of this row alone. seconds: of the whole request, see clock.STAGES.
-    """
-
-    text: str
-    tokens: list[int]
-    prompt_tokens: list[int]
-    finish_reason: str
-    stats: Generation
-    logprobs: list[float] | None
-    mode: str
-    block_size: int
-    seconds: dict[str, float]
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Of decoding: the first token is the prefill's. None when nothing was decoded."""
-        decoded = len(self.tokens) - 1
-        return decoded / self.seconds["decode"] if decoded > 0 and self.seconds["decode"] > 0 else None
-
-
-@dataclass(frozen=True)
-class Run:
-    """completions: one per prompt. state: where they ended, to be continued by `Session.run(after=...)`;
-    None when nothing ran. It may lag behind the tokens (see `covered`)."""
-
-    completions: list[Completion]
-    state: RoundState | None
-
-    @property
-    def covered(self) -> list[int]:
-        """Tokens of each row's conversation that the state holds, its anchor included."""
-        return [] if self.state is None else (np.asarray(self.state.target_cache.length) + 1).tolist()
 
 
 class Session:
@@ -176,13 +137,15 @@ class Session:
                 state, resumable = self._step(models, state, settings, how, texts, on_text, on_round)
             else:
                 texts = []
-                state = resumable = jax.block_until_ready(decode.generate(models, state, how.options))
+                if not bool(np.asarray(state.done).all()):  # else no round runs, so none is compiled
+                    state = jax.block_until_ready(decode.generate(models, state, how.options))
+                resumable = state
         whole = finish(state, settings.logprobs)
         completions = []
         for b, prompt in enumerate(rows):
-            one = _row(whole, b)
+            one = row_of(whole, b)
             if texts and texts[b].stopped:
-                one = _cut(one, texts[b].kept)
+                one = cut_at(one, texts[b].kept)
             text = texts[b].text if texts else self.pair.target.tokenizer.decode(one.tokens[0])
             completions.append(self._completion(text, prompt, one, how, clock))
         return Run(completions, resumable)
@@ -276,32 +239,4 @@ def _stopped(state: RoundState, rows: list[int]) -> RoundState:
         return state
     reason = np.asarray(state.reason).copy()
     reason[rows] = STOP
-    return dataclasses.replace(state, reason=jnp.asarray(reason))  # type: ignore[type-var]
-
-
-def _row(whole: Generation, b: int) -> Generation:
-    """Row b as a generation of its own; its rounds are the first of the batch's."""
-    committed = whole.committed[b]
-    return Generation(
-        [whole.tokens[b]],
-        [whole.finish_reasons[b]],
-        [committed],
-        whole.sizes[: len(committed)],
-        [whole.logprobs[b]] if whole.logprobs else None,
-    )
-
-
-def _cut(one: Generation, kept: int) -> Generation:
-    """What a stop string leaves: the first `kept` tokens. Those beyond were the end of the last round
-    and do not count as committed."""
-    beyond = len(one.tokens[0]) - kept
-    committed = list(one.committed[0])
-    if committed:
-        committed[-1] -= beyond
-    return dataclasses.replace(
-        one,
-        tokens=[one.tokens[0][:kept]],
-        finish_reasons=["stop"],
-        committed=[committed],
-        logprobs=[one.logprobs[0][:kept]] if one.logprobs else None,
-    )
+    return dataclasses.replace(state, reason=jnp.asarray(reason))

@@ -7,6 +7,7 @@ comparable with each other, not with those of another machine or another hour.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import sys
@@ -95,7 +96,7 @@ def by_length(
     prompt = np.random.default_rng(0).integers(5, 1000, committed).tolist()
     budget = rounds * size + 1
     state = decode.prefill(models, [prompt], options, max_new_tokens=budget, capacity=capacity)
-    short = state.replace(limit=jnp.asarray([2 * size + 1], jnp.int32))
+    short = dataclasses.replace(state, limit=jnp.asarray([2 * size + 1], jnp.int32))
     few, early = seconds(lambda: decode.generate(models, short, options), repeats)
     many, late = seconds(lambda: decode.generate(models, state, options), repeats)
     return 1e3 * (many - few) / (int(late.rounds) - int(early.rounds))

@@ -44,7 +44,7 @@ def autoregressive(sampled: bool = False) -> list[list[int]]:
     return [list(row) for row in _autoregressive(sampled)]
 
 
-def perfect(wrong: np.ndarray | bool | None = None, sampled: bool = False) -> Models:
+def perfect(wrong: np.ndarray | bool = False, sampled: bool = False) -> Models:
     """The pair with a draft that recites the target's own output, except where it is wrong."""
     texts = [[*prompt, *row] for prompt, row in zip(PROMPTS, autoregressive(sampled), strict=True)]
     return testing.scripted(pair(), texts, wrong)

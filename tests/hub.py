@@ -70,7 +70,12 @@ def serve(hub: Hub) -> Iterator[Hub]:
                 return self.send(file.read_bytes(), sha)
             if match["what"] == "tree":
                 entries = [
-                    {"type": "file", "path": str(p.relative_to(folder)), "size": p.stat().st_size, "oid": _etag(p)}
+                    {
+                        "type": "file",
+                        "path": str(p.relative_to(folder)),
+                        "size": p.stat().st_size,
+                        "oid": _etag(p),
+                    }
                     for p in files
                 ]
                 return self.send(json.dumps(entries).encode(), sha)

@@ -283,7 +283,7 @@ def adaptive_run(accepted: Sequence[int]) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("right", [True, False])
 def test_adaptive_blocks_follow_the_draft(right: bool) -> None:
     """Compiled: blocks stay large while the draft is right and shrink when it is not; same output."""
-    models = perfect(None if right else True)
+    models = perfect(wrong=not right)
     state = decode.generate(models, start(models, ADAPTIVE), ADAPTIVE)
     if right:
         generation = finish(state)
@@ -299,7 +299,7 @@ def test_adaptive_blocks_follow_the_draft(right: bool) -> None:
 
 def test_adaptive_on_the_host_is_adaptive_on_the_device() -> None:
     rng = np.random.default_rng(1)
-    models = perfect(placed(rng.random((8, BUDGET + C)) < 0.4))
+    models = perfect(placed(rng.random((8, BUDGET + C)) < 0.8))
     state = decode.generate(models, start(models, ADAPTIVE), ADAPTIVE)
     _, last = stepwise(models, start(models), policy=ADAPTIVE.policy)
     assert finish(last) == finish(state)

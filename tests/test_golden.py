@@ -29,7 +29,8 @@ pytestmark = pytest.mark.model
 GOLDEN = Path(__file__).parent / "golden"
 LAYERS = (1, 7, 14, 20, 27)
 STOP, BUDGET, OPTIONS = 2, 96, Options(Fixed(4))
-# A step whose two best logits are closer than this may go either way: kernels sum in other orders.
+# A step whose two best logits are closer than this may go either way, as kernels sum in other orders. Two of
+# the 8 continuations have one (0.0038, 0.0015); neither has gone the other way so far.
 NEAR_TIE = 0.005
 
 
@@ -53,8 +54,9 @@ def prefilled(smollm2: pair.Pair, golden: list[dict[str, Any]]) -> RoundState:
 
 
 def test_states(smollm2: pair.Pair) -> None:
-    """Outputs of five layers, the last logits, every argmax. Residual streams of this model have a few
-    channels of several hundred, so differences are measured against each layer's largest value."""
+    """Outputs of five layers, the last logits, every argmax. The residual stream of this model has channels
+    of 20 to 25,000, so a difference is measured against the largest value of its own position. Measured:
+    2.8e-6 of that at most, and 4.9e-5 for logits of up to 33."""
     with np.load(GOLDEN / "smollm2_states.npz") as file:
         golden = dict(file)
     tokens = jnp.asarray(golden["tokens"])
@@ -65,11 +67,9 @@ def test_states(smollm2: pair.Pair) -> None:
     for layer, ours in zip(LAYERS, jnp.split(out.features[0], len(LAYERS), axis=-1), strict=True):
         theirs = golden[f"layer_{layer}"]
         gaps = np.abs(ours - theirs).max(-1) / np.abs(theirs).max(-1)
-        print(layer, gaps.max(), np.abs(theirs).max(-1).min(), np.abs(theirs).max())
-        assert gaps.max() <= 1e-5, f"layer {layer}, position {gaps.argmax()}"
+        assert gaps.max() <= 2e-5, f"layer {layer}, position {gaps.argmax()}"
     logits = np.asarray(out.logits[0, -1])
-    print(np.abs(logits - golden["logits_last"]).max(), np.abs(golden["logits_last"]).max())
-    assert np.abs(logits - golden["logits_last"]).max() <= 1e-3
+    assert np.abs(logits - golden["logits_last"]).max() <= 3e-4
     assert jnp.argmax(out.logits[0], axis=-1).tolist() == golden["argmax"].tolist()
 
 
@@ -99,4 +99,3 @@ def test_speculative(smollm2: pair.Pair, prefilled: RoundState, golden: list[dic
         generation = finish(state)
     assert_golden(generation, golden)
     assert set(generation.sizes) == {OPTIONS.largest}
-    print(generation.histogram(), [min(r["margins"]) for r in golden])

@@ -246,9 +246,32 @@ def test_rejection_with_a_certain_answer() -> None:
     logits = jnp.broadcast_to(jnp.log(p), (2, 3, 4))
     block = chain_block(jnp.asarray([[0, 2, 3], [0, 0, 1]], jnp.int32))
     q = jnp.asarray([[[0, 0, 1, 0], [0, 0, 0, 1]], [[0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]], jnp.float32)
+    play = jax.jit(lambda seeds: accept(block, logits, sampling(1.0), seeds, block.depth + 1, q))
     for seed in range(30):
-        seeds = jnp.full(2, seed, jnp.int32)
-        result = accept(block, logits, sampling(1.0), seeds, block.depth + 1, q)
+        result = play(jnp.full(2, seed, jnp.int32))
         assert np.asarray(result.count).tolist() == [1, 3]
         assert int(result.tokens[0, 0]) in (0, 1)
         assert np.asarray(result.tokens)[1, :2].tolist() == [0, 1]
+
+
+def test_rejection_of_a_row_alone_is_rejection_in_a_batch() -> None:
+    """Proposals, tests and residuals too are drawn by seed and position: a batch changes nothing."""
+    rng, how = np.random.default_rng(5), sampling(1.0, 0.9)
+    logits, q_logits = (jnp.asarray(rng.standard_normal((6, n, V)), jnp.float32) for n in (4, 3))
+    seeds = jnp.arange(6, dtype=jnp.int32)
+    positions = jnp.asarray(rng.integers(5, 50, (6, 1)), jnp.int32) + jnp.arange(4)[None]
+
+    @jax.jit
+    def play(logits, q_logits, seeds, positions):
+        candidates, q = propose_samples(q_logits, how, seeds, positions[:, :3])
+        block = chain_block(jnp.concatenate([candidates[:, :1], candidates], axis=1))
+        result = accept(block, logits, how, seeds, positions, q)
+        return candidates, result.count, result.tokens
+
+    inputs = (logits, q_logits, seeds, positions)
+    whole = play(*inputs)
+    assert len(set(np.asarray(whole[1]).tolist())) > 1
+    for row in range(6):
+        alone = play(*(x[row : row + 1] for x in inputs))
+        for together, mine in zip(whole, alone, strict=True):
+            np.testing.assert_array_equal(together[row : row + 1], mine)

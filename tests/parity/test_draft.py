@@ -122,7 +122,9 @@ def test_rounds_equal_the_reference(twin: Twin, size: int) -> None:
             theirs = reference.step(features[b, :count], embeddings[b], head)
             assert hidden[b].shape == theirs[0].shape == (size - 1, HIDDEN)
             gaps = difference(hidden[b], theirs[0]), difference(logits[b], theirs[1])
-            assert max(gaps) <= TOLERANCE, f"row {b}: hidden differs by {gaps[0]:.2e}, logits by {gaps[1]:.2e}"
+            assert max(gaps) <= TOLERANCE, (
+                f"row {b}: hidden differs by {gaps[0]:.2e}, logits by {gaps[1]:.2e}"
+            )
     assert cache.length.tolist() == [reference.length for reference in references]
 
 
@@ -137,7 +139,7 @@ def test_kinds_are_what_they_say(twin: Twin, request: pytest.FixtureRequest) -> 
     else:
         assert config.sliding_window is None
     assert (config.causal == (True, True)) == (name in ("full-causal", "sliding", "sliding-wide"))
-    assert (len(config.taps) == config.num_layers) is False
+    assert len(config.taps) != config.num_layers
     assert (config.embedding_scale != 1.0) == name.startswith("scaled") == (config.softcap > 0)
 
 

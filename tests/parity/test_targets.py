@@ -29,12 +29,12 @@ from dflash_jax.block import chain_block, tree_block
 from dflash_jax.cache import TargetCache
 from dflash_jax.config import SLIDING
 
-# Stretched ropes: the original length is shorter than the sequences here, and the frequencies of a head of
-# 8 or 16 fall on both sides of every threshold.
+# Stretched ropes: the original length is shorter than the sequences here, and of the few frequencies of a
+# head of 8 or 16 some are kept, some blended and some stretched.
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 4.0,
-    "low_freq_factor": 1.0,
+    "low_freq_factor": 0.5,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
@@ -42,8 +42,8 @@ YARN = {
     "rope_type": "yarn",
     "factor": 4.0,
     "original_max_position_embeddings": 32,
-    "beta_fast": 8.0,
-    "beta_slow": 1.0,
+    "beta_fast": 4.0,
+    "beta_slow": 0.1,
 }
 SLIDE = {"use_sliding_window": True, "sliding_window": 6}
 ALTERNATE = ["full_attention", "sliding_attention"] * 2
@@ -154,7 +154,7 @@ def test_tree_nodes_equal_their_root_paths(twin: Twin) -> None:
             assert difference(out.features[b, node], states[-1]) <= TOLERANCE, (b, path)
             assert difference(out.logits[b, node], logits[-1]) <= TOLERANCE, (b, path)
         deepest.append(max(paths, key=len))
-    assert max(map(len, deepest)) >= 6, "a window of 6 must end inside some path"
+    assert max(map(len, deepest)) > 6, "a window of 6 must end inside some path"
 
     count = [len(path) for path in deepest]
     filled = jnp.asarray([path + [0] * (size - len(path)) for path in deepest])

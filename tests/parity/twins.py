@@ -26,10 +26,11 @@ from dflash_jax.weights import hf
 
 # Rows of a few dozen numbers: handing them to threads takes longer than the arithmetic.
 torch.set_num_threads(1)
+transformers.utils.logging.disable_progress_bar()
 
 FLOAT32 = np.dtype(np.float32)
 DEPTH, HIDDEN, VOCAB = 4, 32, 50
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "num_hidden_layers": DEPTH,
     "num_attention_heads": 4,
@@ -55,7 +56,11 @@ def target_twin(
 ) -> Twin:
     """A random target of transformers. changes: fields of its config class."""
     name = TARGETS[family]
-    fields = SHAPE | {"vocab_size": VOCAB, "rope_parameters": _rope(rope), "tie_word_embeddings": False}
+    fields: dict[str, Any] = SHAPE | {
+        "vocab_size": VOCAB,
+        "rope_parameters": _rope(rope),
+        "tie_word_embeddings": False,
+    }
     model = getattr(transformers, name + "ForCausalLM")(
         getattr(transformers, name + "Config")(**fields | changes)
     )
@@ -73,8 +78,13 @@ def draft_twin(
 ) -> Twin:
     """A random draft of the PyPI package dflash for targets of SHAPE. own: more of `dflash_config`;
     changes: fields of Qwen3Config, which a draft's config is, or of the draft at its top level."""
-    dflash = {"block_size": block_size, "mask_token_id": 3, "target_layer_ids": list(taps), **(own or {})}
-    fields = SHAPE | {
+    dflash: dict[str, Any] = {
+        "block_size": block_size,
+        "mask_token_id": 3,
+        "target_layer_ids": list(taps),
+        **(own or {}),
+    }
+    fields: dict[str, Any] = SHAPE | {
         "vocab_size": VOCAB,
         "num_hidden_layers": 2,
         "head_dim": 16,
