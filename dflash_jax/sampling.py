@@ -1,4 +1,4 @@
-"""Choosing tokens: filters, keys, and the two acceptance rules (ALGORITHMS 6).
+"""Choosing tokens: filters, keys, and the two acceptance rules.
 
 *Matching* (default): the target's token at a node is drawn from its filtered distribution with a
 key that depends only on the row's seed and the token's position, and a candidate is accepted when

@@ -116,7 +116,7 @@ def report(session: Session, results: list[Both], compiling: float, console: Con
         table.add_column(name, justify="right")
     for both in results:
         table.add_row(
-            textwrap.shorten(both.prompt, 34, placeholder=" ..."),
+            textwrap.shorten(both.prompt, 24, placeholder=" ..."),
             str(len(both.fast.tokens)),
             f"{1 / _per_token(both.plain):.1f}" if len(both.plain.tokens) > 1 else "-",
             f"{1 / _per_token(both.fast):.1f}" if len(both.fast.tokens) > 1 else "-",

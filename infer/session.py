@@ -115,7 +115,7 @@ class Session:
         capacity: int | None,
     ) -> Run:
         models = self.pair.models
-        _log.info("reading the prompt")
+        _log.info("reading the prompt (the first time compiles)")
         with clock.stage("prefill"):
             state = decode.prefill(
                 models,
@@ -130,7 +130,7 @@ class Session:
                 state=after,
             )
             jax.block_until_ready(state)
-        _log.info("decoding")
+        _log.info("decoding (the first time compiles)")
         with clock.stage("decode"):
             if how.stepwise:
                 texts = [RowText(self.pair.target.tokenizer, settings.stop) for _ in rows]

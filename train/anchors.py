@@ -1,4 +1,4 @@
-"""Which blocks a training step looks at (ALGORITHMS 9; paper 3.4).
+"""Which blocks a training step looks at (paper 3.4).
 
 A block begins at an anchor p: token p clean, then C-1 masks; slot k is position p + k and predicts
 its token. Anchors are drawn anew each time a sequence is seen, so that over epochs every position is

@@ -1,4 +1,4 @@
-"""The objective and its metrics: pure functions of arrays (ALGORITHMS 9)."""
+"""The objective and its metrics: pure functions of arrays."""
 
 from __future__ import annotations
 

@@ -150,9 +150,9 @@ def test_tree_nodes_equal_their_root_paths(twin: Twin) -> None:
     for b, (prefix, (tokens, parents)) in enumerate(zip(prefixes, trees, strict=True)):
         paths = [root_path(parents, node) for node in range(size)]
         for node, path in enumerate(paths):
-            states, logits = torch_states(twin.torch, prefix + [tokens[i] for i in path])
-            assert difference(out.features[b, node], states[-1]) <= TOLERANCE, (b, path)
-            assert difference(out.logits[b, node], logits[-1]) <= TOLERANCE, (b, path)
+            theirs = torch_states(twin.torch, prefix + [tokens[i] for i in path])
+            assert difference(out.features[b, node], theirs[0][-1]) <= TOLERANCE, (b, path)
+            assert difference(out.logits[b, node], theirs[1][-1]) <= TOLERANCE, (b, path)
         deepest.append(max(paths, key=len))
     assert max(map(len, deepest)) > 6, "a window of 6 must end inside some path"
 
@@ -162,8 +162,8 @@ def test_tree_nodes_equal_their_root_paths(twin: Twin) -> None:
     tail = rng.integers(0, VOCAB, 7).tolist()
     _, logits, _ = feed(twin, [tail] * len(prefixes), 7, cache)
     for b, (prefix, (tokens, _)) in enumerate(zip(prefixes, trees, strict=True)):
-        theirs = torch_states(twin.torch, prefix + [tokens[i] for i in deepest[b]] + tail)[1]
-        assert difference(logits[b], theirs[-len(tail) :]) <= TOLERANCE
+        expected = torch_states(twin.torch, prefix + [tokens[i] for i in deepest[b]] + tail)[1]
+        assert difference(logits[b], expected[-len(tail) :]) <= TOLERANCE
 
 
 def test_kinds_are_what_they_say(twin: Twin, request: pytest.FixtureRequest) -> None:
@@ -187,7 +187,7 @@ def test_other_ways_to_ask(tmp_path: Path) -> None:
     block = chain_block(tokens, jnp.arange(width)[None] < jnp.asarray(LENGTHS)[:, None])
     cache = empty_cache(twin.module.config, len(rows), width)
     embeddings = jnp.asarray(twin.torch.model.embed_tokens.weight.detach().numpy())[tokens]
-    blank = block.replace(tokens=jnp.zeros_like(tokens))  # type: ignore[attr-defined]
+    blank = dataclasses.replace(block, tokens=jnp.zeros_like(tokens))
     out = forward(twin.module, twin.params, blank, cache, logits="last", embeddings=embeddings)
     assert out.logits.shape == (len(rows), 1, VOCAB) and out.features.shape[-1] == 0
     for b, row in enumerate(rows):

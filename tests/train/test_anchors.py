@@ -1,4 +1,4 @@
-"""Anchors and blocks against a plain version in NumPy (CASES 38)."""
+"""Anchors and blocks against a plain version in NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss and metrics against a plain version in NumPy (CASES 38)."""
+"""Loss and metrics against a plain version in NumPy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A training step: what it minimises, how gradients accumulate, and that a draft can be overfitted to
-the real decoder (CASES 38, 42)."""
+the real decoder."""
 
 from __future__ import annotations
 
