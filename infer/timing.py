@@ -93,7 +93,9 @@ def by_length(
     short and a long loop, so that entering the loop (which copies the state) is not in it."""
     models = models if size > 1 else models.without_draft()
     options = Options(Fixed(size))
-    prompt = np.random.default_rng(0).integers(5, 1000, committed).tolist()
+    prompt = (
+        np.random.default_rng(0).integers(0, min(1000, models.target.config.vocab_size), committed).tolist()
+    )
     budget = rounds * size + 1
     state = decode.prefill(models, [prompt], options, max_new_tokens=budget, capacity=capacity)
     short = dataclasses.replace(state, limit=jnp.asarray([2 * size + 1], jnp.int32))
@@ -106,7 +108,11 @@ def run(pair: Pair, flags: Time, screen: Screen) -> int:
     """Print the tables, write `flags.out`."""
     models = pair.models
     assert pair.draft is not None
-    prompt = np.random.default_rng(0).integers(5, 1000, flags.prompt_tokens).tolist()
+    prompt = (
+        np.random.default_rng(0)
+        .integers(0, min(1000, pair.target.config.vocab_size), flags.prompt_tokens)
+        .tolist()
+    )
     console, figures = Console(file=sys.stdout), {}
     title = (
         f"target {pair.target.source}, draft {pair.draft.source}, {pair.dtype} on {describe_device(pair.device)}, "

@@ -71,6 +71,8 @@ class Decoder(nn.Module):
         """
         c = self.config
         x = self.embed(block.tokens) if embeddings is None else embeddings
+        # Padding is masked, but 0 * NaN is NaN: it must also be finite, whatever a caller left there.
+        x = jnp.where(block.valid[:, :, None], x, jnp.zeros((), x.dtype))
         turn = rotation(c.rope, c.head_dim, cache.length[:, None] + block.depth)
         masks = {
             window: target_masks(block, cache.length, cache.layers[0].slots, window)
