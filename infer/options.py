@@ -235,6 +235,9 @@ class Time(Models):
     repeats: int = 5
     """Runs behind each median."""
 
+    lengths: bool = False
+    """Also time rounds at 100 and 4000 committed positions, in caches of 256 and 8192 (compiles for a minute)."""
+
     compare: bool = False
     """Also time transformers and PyPI dflash on the same weights (extra `parity`)."""
 

@@ -87,7 +87,7 @@ def stages(models: Models, prompt: Sequence[int], size: int, repeats: int) -> di
 
 
 def by_length(
-    models: Models, size: int, committed: int, capacity: int, repeats: int, rounds: int = 32
+    models: Models, size: int, committed: int, capacity: int, repeats: int, rounds: int = 16
 ) -> float:
     """Milliseconds per round with about `committed` positions in caches of `capacity`: the slope between a
     short and a long loop, so that entering the loop (which copies the state) is not in it."""
@@ -124,6 +124,13 @@ def run(pair: Pair, flags: Time, screen: Screen) -> int:
         figures[f"block {size}"] = generation(models, prompt, size, flags.new_tokens, flags.repeats)
     for size in flags.block_sizes:
         figures[f"stages of block {size}"] = stages(models, prompt, size, flags.repeats)
+    if flags.lengths:
+        for size in (1, flags.block_sizes[0]):
+            _log.info("timing long caches at block size %d", size)
+            figures[f"block {size}, by committed/capacity"] = {
+                f"{committed}/{capacity}_ms": by_length(models, size, committed, capacity, flags.repeats)
+                for committed, capacity in ((100, 256), (100, 8192), (4000, 8192))
+            }
     if flags.compare:
         from infer.peers import Peers
 
