@@ -98,7 +98,7 @@ class Tokenizer(Vocabulary):
         with self._lock:  # the library keeps the choice in the tokenizer
             self._backend.encode_special_tokens = not special
             ids = self._backend.encode(text, add_special_tokens=False).ids
-        if bos and self.add_bos and ids[:1] != [self.bos_id]:
+        if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
 
@@ -139,6 +139,7 @@ class Tokenizer(Vocabulary):
         return (special[end] for end in _TURN_ENDS if end in special and end in template)
 
     def _to_bytes(self, id: int) -> bytes:
+        token: str | None
         if id in self._added:
             token = self._added[id][0]
         else:
