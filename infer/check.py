@@ -20,7 +20,6 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from rich.table import Table
 
 from dflash_jax import decode
-from dflash_jax.config import ConfigError
 from dflash_jax.generation import DraftWarning, Generation, finish
 from dflash_jax.sampling import Sampling, sampling
 from dflash_jax.state import AUTOREGRESSIVE, Models, Options, RoundState
@@ -126,8 +125,6 @@ class Checker:
 
 def run(checker: Checker, temperatures: Sequence[float], batch: int, out: Path | None, title: str) -> int:
     """Print the table as it grows, write `out`. Exit status 1 when a difference is not a near-tie."""
-    if batch < 1:
-        raise ConfigError(f"batch is {batch}: it must be positive")
     arms: list[Arm] = []
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)

@@ -150,6 +150,12 @@ def show(flags: Demo, screen: Screen) -> int:
 
 
 def lossless(flags: Check, screen: Screen) -> int:
+    if flags.batch < 1 or flags.max_samples < 1:
+        raise ConfigError(
+            f"batch is {flags.batch} and max_samples {flags.max_samples}: both must be positive"
+        )
+    if flags.out:
+        check_writable(flags.out)
     texts = read_prompts(flags.prompts, flags.max_samples)
     session = open_session(flags)
     if session.pair.draft is None:
@@ -170,9 +176,13 @@ def lossless(flags: Check, screen: Screen) -> int:
 
 
 def measure(flags: Time, screen: Screen) -> int:
+    if min(flags.repeats, flags.prompt_tokens, flags.new_tokens - 1, *flags.block_sizes) < 1:
+        raise ConfigError("repeats, prompt_tokens and block_sizes must be positive, new_tokens at least 2")
+    if flags.out:
+        check_writable(flags.out)
     session = open_session(flags)
     loaded = session.pair
     largest = max(flags.block_sizes)
     if loaded.draft is None or loaded.draft.config.block_size < largest:
-        loaded = loaded.with_draft(pair.random_draft(loaded.target, block_size=largest))
+        loaded = loaded.with_draft(pair.random_draft(loaded.target, block_size=max(2, largest)))
     return timing.run(loaded, flags, screen)
