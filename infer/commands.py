@@ -150,10 +150,8 @@ def show(flags: Demo, screen: Screen) -> int:
 
 
 def lossless(flags: Check, screen: Screen) -> int:
-    if flags.batch < 1 or flags.max_samples < 1:
-        raise ConfigError(
-            f"batch is {flags.batch} and max_samples {flags.max_samples}: both must be positive"
-        )
+    if min(flags.batch, flags.max_samples, flags.max_new_tokens, len(flags.temperatures)) < 1:
+        raise ConfigError("batch, max_samples and max_new_tokens must be positive, temperatures not empty")
     if flags.out:
         check_writable(flags.out)
     texts = read_prompts(flags.prompts, flags.max_samples)
@@ -176,7 +174,8 @@ def lossless(flags: Check, screen: Screen) -> int:
 
 
 def measure(flags: Time, screen: Screen) -> int:
-    if min(flags.repeats, flags.prompt_tokens, flags.new_tokens - 1, *flags.block_sizes) < 1:
+    sizes = (*flags.block_sizes, len(flags.block_sizes))
+    if min(flags.repeats, flags.prompt_tokens, flags.new_tokens - 1, *sizes) < 1:
         raise ConfigError("repeats, prompt_tokens and block_sizes must be positive, new_tokens at least 2")
     if flags.out:
         check_writable(flags.out)

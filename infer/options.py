@@ -181,9 +181,10 @@ class Demo:
 
 @dataclass(frozen=True, kw_only=True)
 class Check(Models):
-    """Check that decoding is lossless: every decoder on the same prompts, greedy and sampled, alone and in
-    batches, compared token by token with autoregressive decoding. Exit status 1 when a token differs by more
-    than a near-tie.
+    """Check that decoding is lossless: every decoder against autoregressive, token by token.
+
+    Greedy and sampled, alone and in batches. Exit status 1 when a token differs by more than a near-tie.
+    Without a draft an untrained one is made.
 
     python -m infer check --target smollm2 --prompts prompts.jsonl --max-samples 20
 
@@ -217,8 +218,11 @@ class Check(Models):
 
 @dataclass(frozen=True, kw_only=True)
 class Time(Models):
-    """Time the parts: autoregressive steps, rounds by block size, their stages alone, and what long caches
-    cost. Medians of warm runs; figures of one call are comparable with each other only.
+    """Time the parts: autoregressive steps, rounds by block size, and their stages alone.
+
+    Medians of warm runs; figures of one call are comparable with each other only. `block N` is the compiled
+    loop, `stages of block N` each stage as a program of its own. Without a draft of that block size an
+    untrained one is made.
 
     python -m infer time --target smollm2 --block-sizes 4 8 --compare
     """
