@@ -1,7 +1,6 @@
 """Tokenizers from folders, GGUF files and bytes. The vocabularies are made here, byte by byte."""
 
 import json
-import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -389,14 +388,6 @@ def test_stream_equals_decode(folder, sentence_piece, ids, cuts, skip):
 
 
 # The real model
-
-
-@pytest.fixture(scope="module")
-def smollm2_gguf() -> str:
-    path = os.environ.get("DFLASH_SMOLLM2_GGUF")
-    if not path:
-        pytest.skip("DFLASH_SMOLLM2_GGUF does not name the file of SmolLM2-135M-Instruct")
-    return path
 
 
 @pytest.mark.model
