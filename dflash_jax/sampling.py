@@ -66,7 +66,7 @@ def filtered(logits: Float[Array, "B T V"], how: Sampling) -> Float[Array, "B T 
     """Logits over temperature, -inf where a filter removes a token; ties at a threshold stay.
 
     Both filters keep the values at or above a threshold, found by bisection: 32 passes over V cost less
-    than a sort (on a CPU `lax.top_k` of 20 takes 50 times longer).
+    than a sort (with top-k 20 and top-p 0.9, 8 rows of 49,152 take 12 ms on 2 cores, with `lax.top_k` 141).
     """
     scaled = logits / how.temperature
     if 0 < how.top_k < logits.shape[-1]:
