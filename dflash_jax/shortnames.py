@@ -10,18 +10,13 @@ setting is never a silent default.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import re
-import tomllib
-import types
-import typing
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
+from dflash_jax import tables
 from dflash_jax.config import ConfigError
+from dflash_jax.tables import nearest
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
@@ -32,7 +27,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PINNED = re.compile(r"[\w.-]+==[\w.+!-]+")
 
-T = TypeVar("T")
+# Sections that `python -m train` reads (train/settings.py).
+TRAINING = (
+    "synthesize", "regenerate", "data", "features", "model", "objective", "optimizer", "run", "mesh",
+    "language_model",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,64 +124,10 @@ def unknown(name: str) -> ConfigError:
 
 
 def read(path: Path) -> ShortName:
-    try:
-        values = tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML ({error})") from None
+    values = tables.read(path)
     sections: dict[str, type] = {"target": Place, "draft": Place, "generation": Generation}
-    _refuse_unknown(path, "", values, sections)
+    tables.refuse_unknown(path, "", values, [*sections, *TRAINING])
     if "target" not in values:
         raise ConfigError(f"{path}: target is missing: a short name needs a target")
-    return ShortName(path.stem, **{key: section(sections[key], values[key], path, key) for key in values})
-
-
-def section(kind: type[T], values: Any, path: Path, name: str) -> T:
-    """A dataclass filled from a table of a TOML file; the types of its fields decide what is accepted."""
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{path}: {name} is {values!r}: it must be a table, [{name}]")
-    accepted = typing.get_type_hints(kind)
-    _refuse_unknown(path, f"{name}.", values, accepted)
-    for key, value in values.items():
-        if not _fits(value, accepted[key]):
-            wanted = " or ".join(option.__name__ for option in _options(accepted[key]))
-            raise ConfigError(f"{path}: {name}.{key} is {value!r}: it must be {wanted}")
-    missing = [
-        field.name
-        for field in dataclasses.fields(kind)  # type: ignore[arg-type]
-        if field.default is dataclasses.MISSING and field.name not in values
-    ]
-    if missing:
-        raise ConfigError(f"{path}: {name}.{missing[0]} is missing")
-    try:
-        return kind(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {name}: {error}") from None
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` when a known word is close, else nothing."""
-    close = difflib.get_close_matches(word, list(known), 1)
-    return f" (did you mean '{close[0]}'?)" if close else ""
-
-
-def _refuse_unknown(path: Path, prefix: str, values: Mapping[str, Any], known: Iterable[str]) -> None:
-    known = list(known)
-    for key in values:
-        if key not in known:
-            raise ConfigError(
-                f"{path}: {prefix}{key} is not a setting{nearest(key, known)}; known are {', '.join(known)}"
-            )
-
-
-def _options(hint: Any) -> list[type]:
-    """The types that a field takes: int | None -> [int]."""
-    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return [part for part in parts if part is not type(None)]
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if isinstance(value, bool):
-        return bool in _options(hint)
-    if isinstance(value, int) and float in _options(hint):
-        return True
-    return any(isinstance(value, option) for option in _options(hint))
+    made = {key: tables.section(sections[key], values[key], path, key) for key in values if key in sections}
+    return ShortName(path.stem, **made)

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from dflash_jax import pair
+from dflash_jax.compile_cache import keep_compiled
 from dflash_jax.config import ConfigError
-from dflash_jax.fetch import cache_folder
+from dflash_jax.terminal import Screen
 from infer import chat, check, demo, inspect, timing
 from infer.clock import Clock
 from infer.datasets import read_prompts
@@ -19,7 +18,6 @@ from infer.options import Chat, Check, Decoding, Demo, Generate, Inspect, Time
 from infer.output import as_json, describe_device, summary
 from infer.session import Session
 from infer.settings import Settings, plan
-from infer.terminal import Screen
 from infer.trace import Trace, check_writable
 
 
@@ -41,21 +39,6 @@ def run(flags: Any, screen: Screen) -> int:
             screen.clear()
             return inspect.run(flags.path, flags.target)
     raise AssertionError(flags)
-
-
-def keep_compiled() -> None:
-    """Compiled programs stay in the user's cache folder, so that a second start is warm. The key of an
-    entry holds the program, the versions, the flags and the machine. JAX_COMPILATION_CACHE_DIR, as
-    everywhere in JAX, names another folder."""
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        folder = cache_folder() / "xla"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return  # a read-only home: everything works, each start compiles
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def open_session(flags: Generate | Chat | Demo | Check | Time) -> Session:

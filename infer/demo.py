@@ -15,11 +15,11 @@ from rich.table import Table
 from dflash_jax import pair as pairs
 from dflash_jax.generation import DraftWarning
 from dflash_jax.sampling import sampling
+from dflash_jax.terminal import Screen
 from infer.lossless import NEAR_TIE, Divergence, divergences
 from infer.output import describe_device
 from infer.session import Completion, Session
 from infer.settings import Settings
-from infer.terminal import Screen
 
 PROMPTS = (
     "Explain in two sentences why the sea looks blue from far away.",

@@ -25,10 +25,10 @@ from dflash_jax.buckets import prefixes
 from dflash_jax.pair import Pair
 from dflash_jax.policy import Fixed
 from dflash_jax.state import Models, Options, RoundState
+from dflash_jax.terminal import Screen
 from dflash_jax.weights.atomic import replacing
 from infer.options import Time
 from infer.output import describe_device
-from infer.terminal import Screen
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,10 @@ MODELS = (
     "config < block < cache < layers gated_delta moe < targets drafts < tree sampling policy < "
     "buckets state < generation < decode"
 )
-FILES = "config < weights < vocabulary chat_template streaming shortnames < fetch < sources < tokenizer"
-LIBRARY = "pair testing"  # above both chains; train and infer are above the whole library, and strangers
+FILES = (
+    "config < weights < vocabulary chat_template streaming tables < shortnames < fetch < sources < tokenizer"
+)
+LIBRARY = "pair testing terminal command_line compile_cache"  # above both chains; train and infer are above the whole library, and strangers
 
 # A second place that compiles is a second place to look for retraces and donated buffers.
 JIT_FILES = ("dflash_jax/decode.py", "train/step.py")

@@ -8,7 +8,7 @@ import sys
 import warnings
 from typing import Any
 
-PACKAGES = ("dflash_jax", "infer")
+PACKAGES = ("dflash_jax", "train", "infer")
 
 
 class Screen(logging.Handler):
