@@ -43,11 +43,10 @@ def eligible(supervised: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
 
 
 def sample_anchors(
-    key: jax.Array, supervised: Bool[Array, "B S"], count: int
+    key: jax.Array, possible: Bool[Array, "B S"], count: int
 ) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
-    """`count` eligible positions per sequence, uniform without replacement, ascending, and which of
-    them are real: a sequence with fewer has all of its own first, then padding (position 0)."""
-    possible = eligible(supervised)
+    """`count` of the possible positions per sequence, uniform without replacement, ascending, and which
+    of them are real: a sequence with fewer has all of its own first, then padding (position 0)."""
     scores = jnp.where(possible, jax.random.uniform(key, possible.shape), -1.0)
     best, positions = lax.top_k(scores, min(count, possible.shape[1]))
     length = possible.shape[1]
@@ -55,6 +54,12 @@ def sample_anchors(
     positions = jnp.pad(positions, ((0, 0), (0, max(0, count - possible.shape[1]))), constant_values=length)
     keep = positions < length
     return jnp.where(keep, positions, 0), keep
+
+
+def chunk_starts(supervised: Bool[Array, "B S"], size: int) -> Bool[Array, "B S"]:
+    """The ablation's anchors: every `size`-th supervised position, the same in every epoch."""
+    count = jnp.cumsum(supervised.astype(jnp.int32), axis=1) - 1
+    return supervised & (count % size == 0)
 
 
 def layout(

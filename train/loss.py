@@ -11,6 +11,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+RECALL = 16  # candidates per slot that a tree could hold
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # the paper's decay for its block sizes
 
 
@@ -26,50 +27,70 @@ def decay_weights(block_size: int, gamma: float) -> Float[Array, " c"]:
 
 @struct.dataclass
 class Scores:
-    """Per predicted row: cross-entropy (nats), and the token that the draft likes best."""
+    """Per predicted row: the loss to minimise and the label's cross-entropy (both nats; equal without soft
+    labels), the token that the draft likes best, and how many tokens it likes better than the label."""
 
     loss: Array
+    cross_entropy: Array
     best: Array
+    rank: Array
 
 
 def score(
     head: Callable[[Array], Array],
-    hidden: Float[Array, "R D"],
-    labels: Int[Array, " R"],
+    hidden: Float[Array, "B R D"],
+    labels: Int[Array, "B R"],
     chunk: int,
-    teacher: Float[Array, "R D"] | None = None,
+    teacher: Float[Array, "B R D"] | None = None,
     teacher_head: Callable[[Array], Array] | None = None,
     soft: float = 0.0,
     soft_temperature: float = 1.0,
 ) -> Scores:
-    """Head and cross-entropy of R rows, `chunk` rows at a time, recomputed in the backward pass: the
-    live logits are chunk * V floats whatever A and C are.
+    """Head and cross-entropy of B * R rows, about `chunk` rows at a time (never fewer than B), recomputed
+    in the backward pass: the live logits are chunk * V floats whatever A and C are.
 
+    A chunk is a slice of R of every sequence, not of one long list of rows: under sharding each device
+    holds whole sequences, and a scan over a sharded axis would give every device all of the rows.
+
+    labels index what `head` gives: the vocabulary, or a candidate set.
     teacher: the target's own final hidden states for the same positions. The loss is then
     (1 - soft) CE(label) + soft CE(target's distribution at soft_temperature): the target's forward
     has these for free, and a whole distribution says more than one token.
     """
-    rows = hidden.shape[0]
-    chunk = min(chunk, rows)
-    padding = -rows % chunk
+    batch, rows = labels.shape
+    count = -(-rows // max(1, chunk // batch))
+    size = -(-rows // count)
 
     def chunks(x: Array) -> Array:
-        return jnp.pad(x, [(0, padding)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, chunk, *x.shape[1:])
+        x = jnp.pad(x, [(0, 0), (0, count * size - rows)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
-    def one(states: Array, wanted: Array, taught: Array | None) -> tuple[Array, Array]:
+    def one(states: Array, wanted: Array, taught: Array | None) -> Scores:
         logits = head(states)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
-        loss = normaliser - jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
+        right = jnp.take_along_axis(logits, wanted[..., None], axis=-1)
+        cross_entropy = loss = normaliser - right[..., 0]
         if taught is not None:
             assert teacher_head is not None
             probs = jax.nn.softmax(lax.stop_gradient(teacher_head(taught)) / soft_temperature, axis=-1)
             loss = (1 - soft) * loss + soft * (normaliser - jnp.sum(probs * logits, axis=-1))
-        return loss, jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return Scores(loss, cross_entropy, best, jnp.sum(logits > right, axis=-1, dtype=jnp.int32))
 
     inputs = (chunks(hidden), chunks(labels), None if teacher is None else chunks(teacher))
-    _, (loss, best) = lax.scan(lambda _, x: (None, one(*x)), None, inputs)
-    return Scores(loss.reshape(-1)[:rows], best.reshape(-1)[:rows])
+    _, scores = lax.scan(lambda _, x: (None, one(*x)), None, inputs)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :rows], scores)
+
+
+def candidate_set(frequency: Float[Array, " V"], labels: Int[Array, " R"], size: int) -> Int[Array, " K"]:
+    """K token ids, ascending: every label first of all, then the most frequent tokens.
+
+    Cross-entropy over this set instead of the vocabulary: the frozen head is most of a small draft's
+    training time, and almost all of a row's probability is on few tokens. size must hold all labels.
+    """
+    priority = (frequency / (1 + jnp.max(frequency))).at[labels].set(2.0)
+    return jnp.sort(lax.top_k(priority, size)[1].astype(jnp.int32))
 
 
 def weighted(
@@ -81,6 +102,28 @@ def weighted(
     return jnp.sum(loss * weights), jnp.sum(weights)
 
 
+def dpace_weights(
+    cross_entropy: Float[Array, "B A c"], supervised: Bool[Array, "B A c"], smoothing: float = 0.5
+) -> Float[Array, "B A c"]:
+    """D-PACE: slot j weighs what it can still add to the accepted length, sum_{m >= j} prod_{i <= m} q_i,
+    where q is the draft's smoothed probability of the label. Unsupervised slots count as accepted in the
+    product and are left out of the sum. Detached: the weights are not differentiated."""
+    counts = supervised.astype(jnp.float32)
+    q = (1 - smoothing) * jnp.exp(-lax.stop_gradient(cross_entropy)) + smoothing
+    reached = jnp.cumprod(jnp.where(supervised, q, 1.0), axis=-1) * counts
+    return lax.cumsum(reached, axis=2, reverse=True) * counts
+
+
+def dpace(
+    loss: Float[Array, "B A c"], cross_entropy: Float[Array, "B A c"], supervised: Bool[Array, "B A c"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Numerator and denominator of the D-PACE loss: the mean over sequences of (1/A_b) sum(w CE), A_b the
+    sequence's blocks with anything to learn (SpecForge #848; its 0.2.0 divides by the batch size)."""
+    sums = jnp.sum(loss * dpace_weights(cross_entropy, supervised), axis=(1, 2))
+    blocks = supervised.any(-1).sum(-1).astype(jnp.float32)
+    return jnp.sum(sums / jnp.maximum(blocks, 1)), jnp.sum(blocks > 0).astype(jnp.float32)
+
+
 # --- metrics ------------------------------------------------------------------------------------------
 
 
@@ -88,13 +131,15 @@ def weighted(
 class Metrics:
     """Sums, so that batches and devices add up; `summary` divides.
 
-    loss, weight []: the decayed loss and its denominator. right, seen [C-1]: predicted tokens that were
-    the supervised one, per slot. matched, blocks []: leading matches of complete blocks, and how many.
+    loss, weight []: the loss's numerator and denominator. right, seen [C-1]: predicted tokens that were
+    the supervised one, per slot; recalled: those where it was among the draft's first RECALL. matched,
+    blocks []: leading matches of complete blocks, and how many.
     """
 
     loss: Array
     weight: Array
     right: Array
+    recalled: Array
     seen: Array
     matched: Array
     blocks: Array
@@ -104,6 +149,7 @@ def metrics(
     loss: Float[Array, ""],
     weight: Float[Array, ""],
     best: Int[Array, "B A c"],
+    rank: Int[Array, "B A c"],
     labels: Int[Array, "B A c"],
     supervised: Bool[Array, "B A c"],
 ) -> Metrics:
@@ -113,6 +159,7 @@ def metrics(
         loss=loss,
         weight=weight,
         right=hit.sum((0, 1)).astype(jnp.float32),
+        recalled=((rank < RECALL) & supervised).sum((0, 1)).astype(jnp.float32),
         seen=supervised.sum((0, 1)).astype(jnp.float32),
         matched=jnp.sum(jnp.where(complete, leading(hit), 0)).astype(jnp.float32),
         blocks=complete.sum().astype(jnp.float32),
@@ -131,6 +178,7 @@ def summary(total: Metrics) -> dict[str, float | list[float]]:
     return {
         "loss": float(numbers.loss / max(numbers.weight, 1e-9)),
         "accuracy": [float(x) for x in numbers.right / np.maximum(numbers.seen, 1)],
+        f"recall{RECALL}": [float(x) for x in numbers.recalled / np.maximum(numbers.seen, 1)],
         "tau_uniform": float(1 + numbers.matched / max(numbers.blocks, 1)),
     }
 

@@ -1,12 +1,13 @@
 """One training step, and the predictions that evaluation needs: the compiled part of training.
 
-Features are computed here, by the frozen target's forward over the batch: a step reads tokens and
-nothing else. Denominators are global: numerators and weights are summed over microbatches (and, under
+Features are computed here, by the frozen target's forward over the batch, unless the batch brings them
+from a store. Denominators are global: numerators and weights are summed over microbatches (and, under
 sharding, over devices) before they are divided.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,10 +23,10 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.block import chain_block
 from dflash_jax.cache import target_cache
 from dflash_jax.drafts.dflash import DFlash
-from dflash_jax.layers import RMSNorm
+from dflash_jax.layers import RMSNorm, contract
 from dflash_jax.targets import Decoder
 from train import loss as losses
-from train.anchors import Blocks, layout, sample_anchors
+from train.anchors import Blocks, chunk_starts, eligible, layout, sample_anchors
 from train.forward import hidden_states
 
 
@@ -33,16 +34,22 @@ from train.forward import hidden_states
 class Setup:
     """Static choices of a step.
 
-    anchors: A, blocks per sequence. gamma: decay of the slots' weights. chunk: rows of logits that live
-    at once. dtype: of the draft's activations and of the copy of its weights that a step multiplies
-    with; the weights themselves stay float32. soft: share of the loss that is cross-entropy with the
-    target's distribution at soft_temperature instead of the label. decay: AdamW's, on matrices only.
+    anchors: A, blocks per sequence; fixed: at every C-th answer token instead of at random. loss: "decay"
+    or "dpace"; gamma: decay of the slots' weights. candidates: size of the set that cross-entropy is over,
+    0 is the vocabulary, which every full_every-th step sees anyway. chunk: rows of logits that live at
+    once. dtype: of the draft's activations and of the copy of its weights that a step multiplies with;
+    the weights themselves stay float32. soft: share of the loss that is cross-entropy with the target's
+    distribution at soft_temperature instead of the label. decay: AdamW's, on matrices only.
     """
 
     target: Decoder
     draft: DFlash
     anchors: int
     gamma: float
+    loss: str = "decay"
+    fixed: bool = False
+    candidates: int = 0
+    full_every: int = 8
     chunk: int = 2048
     dtype: str = "float32"
     soft: float = 0.0
@@ -57,11 +64,17 @@ class Setup:
 @struct.dataclass
 class Batch:
     """tokens [B, S] i32, valid [B, S] bool (False: padding), supervised [B, S] bool (answer tokens):
-    arrays of JAX or NumPy."""
+    arrays of JAX or NumPy.
+
+    features [B, S, P*D] (the tapped states) and, for soft labels, final [B, S, D] (the target's normed
+    last states) may come from a store; where they are None the step runs the target.
+    """
 
     tokens: Any
     valid: Any
     supervised: Any
+    features: Any = None
+    final: Any = None
 
 
 @struct.dataclass
@@ -88,16 +101,32 @@ def init_state(setup: Setup, params: Any) -> State:
     return State(params, optimizer(setup).init(params), jnp.zeros((), jnp.int32))
 
 
+def at_step(setup: Setup, step: int) -> Setup:
+    """The setup of this update: with candidates, every full_every-th is over the whole vocabulary."""
+    whole = setup.candidates and step % setup.full_every == 0
+    return dataclasses.replace(setup, candidates=0) if whole else setup
+
+
 @partial(jax.jit, static_argnames="setup")
 def train_step(
-    setup: Setup, target_params: Any, state: State, batches: Batch, key: jax.Array, rate: Float[Array, ""]
+    setup: Setup,
+    target_params: Any,
+    state: State,
+    batches: Batch,
+    key: jax.Array,
+    rate: Float[Array, ""],
+    frequency: Float[Array, " V"] | None = None,
 ) -> tuple[State, losses.Metrics, Float[Array, ""]]:
     """One update from M microbatches ([M, B, S]: gradients accumulate over the first axis). The key
-    draws the anchors. Returns the new state, sums of metrics, and the gradient's norm before clipping."""
+    draws the anchors; frequency (how often each token occurs) fills the candidate set. Returns the new
+    state, sums of metrics, and the gradient's norm before clipping."""
 
     def numerator(params: Any, batch: Batch, key: jax.Array) -> tuple[Array, losses.Metrics]:
-        anchors = sample_anchors(key, batch.supervised, setup.anchors)
-        _, measured = _objective(setup, target_params, params, batch, *anchors)
+        possible = eligible(batch.supervised)
+        if setup.fixed:
+            possible = possible & chunk_starts(batch.supervised, setup.draft.config.block_size)
+        anchors = sample_anchors(key, possible, setup.anchors)
+        _, measured = _objective(setup, target_params, params, batch, *anchors, frequency)
         return measured.loss, measured
 
     def micro(total: Any, item: tuple[Batch, jax.Array]) -> tuple[Any, losses.Metrics]:
@@ -125,9 +154,10 @@ def predict(
     anchors: Int[Array, "B A"],
     keep: Bool[Array, "B A"],
 ) -> tuple[Int[Array, "B A"], losses.Metrics]:
-    """Leading matches of the blocks at given anchors (what a round there would accept), and metrics."""
-    blocks, measured = _objective(setup, target_params, params, batch, anchors, keep)
-    return blocks, measured
+    """Leading matches of the blocks at given anchors (what a round there would accept), and metrics, over
+    the whole vocabulary."""
+    setup = dataclasses.replace(setup, candidates=0)
+    return _objective(setup, target_params, params, batch, anchors, keep)
 
 
 def _objective(
@@ -137,6 +167,7 @@ def _objective(
     batch: Batch,
     anchors: Int[Array, "B A"],
     keep: Bool[Array, "B A"],
+    frequency: Float[Array, " V"] | None = None,
 ) -> tuple[Int[Array, "B A"], losses.Metrics]:
     """Leading matches per block, and metrics whose `loss` is the numerator to differentiate."""
     draft = setup.draft
@@ -144,7 +175,6 @@ def _objective(
         batch.tokens, batch.supervised, anchors, keep, draft.config.block_size, draft.config.mask_token_id
     )
     features, final = target_states(setup, target_params, batch)
-    head = partial(_apply, setup.target, target_params, method="head")
     shape = blocks.inputs.shape
     embeddings = _apply(
         setup.target, target_params, blocks.inputs.reshape(shape[0], -1), method="embed"
@@ -153,26 +183,37 @@ def _objective(
     weights, features, embeddings = jax.tree.map(lambda x: x.astype(dtype), (params, features, embeddings))
     hidden = hidden_states(draft, weights, features, embeddings, blocks.anchors, setup.remat)
 
-    def logits(states: Float[Array, "R D"]) -> Float[Array, "R V"]:
+    table = target_params["embed_tokens" if setup.target.config.tie_word_embeddings else "lm_head"]["weight"]
+    ids = blocks.labels.reshape(shape[0], -1)
+    chosen = None
+    if setup.candidates:
+        assert frequency is not None, "a candidate set needs the tokens' frequencies"
+        chosen = losses.candidate_set(frequency, ids.reshape(-1), setup.candidates)
+        table, ids = table[chosen], jnp.searchsorted(chosen, ids).astype(jnp.int32)
+
+    def head(states: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         # the table decides what it is multiplied with: a float32 one does not take bf16 rows
-        states = states[None].astype(jax.tree.leaves(target_params)[0].dtype)
-        return draft.logits(states, head)[0]
+        return contract("...d,vd->...v", states.astype(table.dtype), table)
 
     scores = losses.score(
-        logits,
-        hidden.reshape(-1, hidden.shape[-1]),
-        blocks.labels.reshape(-1),
+        lambda states: draft.logits(states, head),
+        hidden.reshape(shape[0], -1, hidden.shape[-1]),
+        ids,
         setup.chunk,
         None if final is None else _before(final, blocks),
-        lambda states: head(states[None])[0],
+        head,
         setup.soft,
         setup.soft_temperature,
     )
-    loss, best = (x.reshape(blocks.labels.shape) for x in (scores.loss, scores.best))
-    measured = losses.metrics(
-        *losses.weighted(loss, blocks.supervised, setup.gamma), best, blocks.labels, blocks.supervised
-    )
-    return losses.leading((best == blocks.labels) & blocks.supervised), measured
+    if chosen is not None:
+        scores = scores.replace(best=chosen[scores.best])
+    scores = jax.tree.map(lambda x: x.reshape(blocks.labels.shape), scores)
+    if setup.loss == "dpace":
+        parts = losses.dpace(scores.loss, scores.cross_entropy, blocks.supervised)
+    else:
+        parts = losses.weighted(scores.loss, blocks.supervised, setup.gamma)
+    measured = losses.metrics(*parts, scores.best, scores.rank, blocks.labels, blocks.supervised)
+    return losses.leading((scores.best == blocks.labels) & blocks.supervised), measured
 
 
 @partial(jax.jit, static_argnames=("target", "taps"))
@@ -190,6 +231,9 @@ def target_states(
     setup: Setup, target_params: Any, batch: Batch
 ) -> tuple[Float[Array, "B S PD"], Float[Array, "B S D"] | None]:
     """The tapped features, and the target's final normed states where soft labels need them."""
+    if batch.features is not None:
+        assert not setup.soft or batch.final is not None, "soft labels need the target's last states"
+        return batch.features, batch.final if setup.soft else None
     c = setup.target.config
     rows = batch.tokens.shape[0]
     taps = setup.draft.config.taps + ((c.num_layers - 1,) if setup.soft else ())
@@ -213,8 +257,51 @@ def _apply(module: nn.Module, params: Any, *args: Any, **kwargs: Any) -> Any:
     return module.apply({"params": params}, *args, **kwargs)
 
 
-def _before(final: Float[Array, "B S D"], blocks: Blocks) -> Float[Array, "R D"]:
+def _before(final: Float[Array, "B S D"], blocks: Blocks) -> Float[Array, "B R D"]:
     """The states whose logits are the distributions of slots 1..C-1: those one position earlier."""
     positions = blocks.anchors[:, :, None] + jnp.arange(blocks.size - 1, dtype=jnp.int32)[None, None]
     index = jnp.minimum(positions, final.shape[1] - 1).reshape(final.shape[0], -1, 1)
-    return jnp.take_along_axis(final, index, axis=1).reshape(-1, final.shape[-1])
+    return jnp.take_along_axis(final, index, axis=1)
+
+
+# --- a tiny target (train/language_model.py) --------------------------------------------------------------
+
+
+def language_optimizer() -> optax.GradientTransformation:
+    """AdamW without its learning rate, as of a draft, with more decay: tiny targets see little text often."""
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(0.9, 0.95),
+        optax.add_decayed_weights(0.1, mask=partial(jax.tree.map, lambda x: x.ndim > 1)),
+    )
+
+
+@partial(jax.jit, static_argnames="target")
+def language_step(
+    target: Decoder, state: State, tokens: Int[Array, "B S"], rate: Float[Array, ""]
+) -> tuple[State, Float[Array, ""]]:
+    """One update of a target on whole rows of text, and the mean cross-entropy (nats) of positions 1 .. S-1
+    given all before them."""
+
+    def loss(params: Any) -> Array:
+        cache = target_cache(target.config, tokens.shape[0], 0, jnp.float32)
+        logits = _apply(target, params, chain_block(tokens[:, :-1]), cache, logits="all").logits
+        right = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right)
+
+    value, gradient = jax.value_and_grad(loss)(state.params)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the integer step count
+        updates, inner = language_optimizer().update(gradient, state.optimizer, state.params)
+    params = jax.tree.map(lambda x, u: x - rate * u, state.params, updates)
+    return State(params, inner, state.step + 1), value
+
+
+# --- the store of hidden states (train/features.py) -------------------------------------------------------
+
+
+@partial(jax.jit, static_argnames="setup")
+def stored_states(
+    setup: Setup, target_params: Any, batch: Batch
+) -> tuple[Float[Array, "B S PD"], Float[Array, "B S D"] | None]:
+    """What a step would compute, as the store keeps it: in bfloat16."""
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), target_states(setup, target_params, batch))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.anchors import eligible, layout, sample_anchors
+from train.anchors import chunk_starts, eligible, layout, sample_anchors
 
 SUPERVISED = np.array(
     [
@@ -26,7 +26,7 @@ def test_eligible_positions_have_a_supervised_successor() -> None:
 
 def test_anchors_are_distinct_eligible_and_ascending_then_padding() -> None:
     for seed in range(20):
-        anchors, keep = sample_anchors(jax.random.key(seed), jnp.asarray(SUPERVISED), 4)
+        anchors, keep = sample_anchors(jax.random.key(seed), eligible(jnp.asarray(SUPERVISED)), 4)
         for row, kept, possible in zip(np.asarray(anchors), np.asarray(keep), ELIGIBLE, strict=True):
             real = row[kept].tolist()
             assert len(real) == min(4, len(possible)) and set(real) <= set(possible)
@@ -35,14 +35,14 @@ def test_anchors_are_distinct_eligible_and_ascending_then_padding() -> None:
 
 
 def test_more_anchors_than_positions_are_padding() -> None:
-    anchors, keep = sample_anchors(jax.random.key(0), jnp.asarray(SUPERVISED), 13)
+    anchors, keep = sample_anchors(jax.random.key(0), eligible(jnp.asarray(SUPERVISED)), 13)
     assert anchors.shape == keep.shape == (3, 13)
     assert np.asarray(keep).sum(1).tolist() == [4, 5, 0]
 
 
 def test_every_eligible_position_is_drawn_equally_often() -> None:
     keys = jax.random.split(jax.random.key(3), 4000)
-    draw = jax.jit(jax.vmap(lambda key: sample_anchors(key, jnp.asarray(SUPERVISED[:1]), 2)[0][0]))
+    draw = jax.jit(jax.vmap(lambda key: sample_anchors(key, eligible(jnp.asarray(SUPERVISED[:1])), 2)[0][0]))
     counts = np.bincount(np.asarray(draw(keys)).ravel(), minlength=7)[3:7]
     np.testing.assert_allclose(counts / counts.sum(), 0.25, atol=0.02)
 
@@ -64,3 +64,8 @@ def test_layout_is_the_plain_one() -> None:
     # A gap silences its own slots only: anchor 1 of row 1 has slots 2, 3 (gap), 4 (gap).
     assert np.asarray(blocks.supervised[1, 0]).tolist() == [True, False, False]
     assert blocks.size == size
+
+
+def test_fixed_chunks_start_at_every_size_th_answer_token() -> None:
+    supervised = np.array([[0, 0, 1, 1, 1, 1, 1, 0, 1, 1]], bool)  # a gap is not counted
+    assert np.nonzero(chunk_starts(jnp.asarray(supervised), 3)[0])[0].tolist() == [2, 5, 9]

@@ -20,7 +20,7 @@ from dflash_jax.targets import init_params as init_target
 from dflash_jax.targets import make_target
 from dflash_jax.weights import hf
 from train import data, evaluate, loss, step
-from train.anchors import sample_anchors
+from train.anchors import eligible, sample_anchors
 from train.initialise import from_target
 
 SETUP = step.Setup(make_target(TARGET), DFlash(DRAFT), anchors=6, gamma=2.0, chunk=16)
@@ -64,7 +64,7 @@ def test_predictions_are_what_decoding_proposes() -> None:
 def test_padding_and_unsupervised_tokens_change_nothing() -> None:
     params, draft = target_params(), init_params(DRAFT, jax.random.key(1))
     base = batch(3)
-    anchors, keep = sample_anchors(jax.random.key(0), jnp.asarray(base.supervised), 6)
+    anchors, keep = sample_anchors(jax.random.key(0), eligible(jnp.asarray(base.supervised)), 6)
     _, measured = step.predict(SETUP, params, draft, base, anchors, keep)
     other = base.replace(tokens=np.where(base.valid, base.tokens, 9))
     wider = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 8))), other)
@@ -88,6 +88,42 @@ def test_microbatches_give_the_gradient_of_one_batch() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-7), *moments)
 
 
+def test_a_candidate_set_of_the_whole_vocabulary_is_the_vocabulary() -> None:
+    params, draft = target_params(), init_params(DRAFT, jax.random.key(1))
+    state, key, rate = step.init_state(SETUP, draft), jax.random.key(0), jnp.float32(0.1)
+    whole = jax.tree.map(lambda x: x[None], batch(4))
+    _, plain, norm = step.train_step(SETUP, params, state, whole, key, rate)
+    frequency = jnp.ones(TARGET.vocab_size)
+    setup = dataclasses.replace(SETUP, candidates=TARGET.vocab_size)
+    _, same, other = step.train_step(setup, params, state, whole, key, rate, frequency)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), plain, same)
+    np.testing.assert_allclose(norm, other, rtol=1e-5)
+    fewer = dataclasses.replace(SETUP, candidates=TARGET.vocab_size - 8)
+    _, less, _ = step.train_step(fewer, params, state, whole, key, rate, frequency)
+    assert float(less.loss) < float(plain.loss)  # fewer rivals
+    assert [step.at_step(fewer, n).candidates > 0 for n in (0, 1, 7, 8, 9)] == [
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_stored_features_are_used_in_place_of_the_targets_forward() -> None:
+    params, draft = target_params(), init_params(DRAFT, jax.random.key(1))
+    setup = dataclasses.replace(SETUP, soft=0.5)
+    base = batch(3)
+    features, final = step.target_states(setup, params, jax.tree.map(jnp.asarray, base))
+    anchors, keep = sample_anchors(jax.random.key(0), eligible(jnp.asarray(base.supervised)), 6)
+    _, online = step.predict(setup, params, draft, base, anchors, keep)
+    stored = base.replace(features=features, final=final)
+    _, offline = step.predict(setup, params, draft, stored, anchors, keep)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), online, offline)
+    _, other = step.predict(setup, params, draft, stored.replace(features=-features), anchors, keep)
+    assert float(other.loss) != float(online.loss)
+
+
 def test_soft_labels_of_the_target_itself_are_its_logits() -> None:
     """At temperature 0 soft labels are the target's argmax: on greedy text they are the labels."""
     params, draft = target_params(), init_params(DRAFT, jax.random.key(1))
@@ -96,7 +132,7 @@ def test_soft_labels_of_the_target_itself_are_its_logits() -> None:
     answers = decode.complete(models, prompts, AUTOREGRESSIVE, max_new_tokens=12).tokens
     corpus, _ = data.corpus([(p, a, 0.0) for p, a in zip(prompts, answers, strict=True)])
     text = corpus.batch(np.arange(2), 16)
-    anchors, keep = sample_anchors(jax.random.key(0), jnp.asarray(text.supervised), 6)
+    anchors, keep = sample_anchors(jax.random.key(0), eligible(jnp.asarray(text.supervised)), 6)
     soft = dataclasses.replace(SETUP, soft=1.0, soft_temperature=1e-3)
     _, hard_metrics = step.predict(SETUP, params, draft, text, anchors, keep)
     _, soft_metrics = step.predict(soft, params, draft, text, anchors, keep)
