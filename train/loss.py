@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,10 @@ def decay_weights(block_size: int, gamma: float) -> Float[Array, " c"]:
 @struct.dataclass
 class Scores:
     """Per predicted row: the loss to minimise and the label's cross-entropy (both nats; equal without soft
-    labels), the token that the draft likes best, and how many tokens it likes better than the label."""
+    labels), and how many tokens the draft likes better than the label: 0 where it proposes the label."""
 
     loss: Array
     cross_entropy: Array
-    best: Array
     rank: Array
 
 
@@ -46,11 +46,13 @@ def score(
     soft: float = 0.0,
     soft_temperature: float = 1.0,
 ) -> Scores:
-    """Head and cross-entropy of B * R rows, about `chunk` rows at a time (never fewer than B), recomputed
-    in the backward pass: the live logits are chunk * V floats whatever A and C are.
+    """Head and cross-entropy of B * R rows, about `chunk` rows at a time: the live logits are chunk * V
+    floats whatever A and C are. A chunk has rows of every sequence, so that devices which share the batch
+    share each chunk. Differentiable in `hidden`, and there only: `loss` is, the rest is detached.
 
-    A chunk is a slice of R of every sequence, not of one long list of rows: under sharding each device
-    holds whole sequences, and a scan over a sharded axis would give every device all of the rows.
+    The head is frozen, so a row's gradient is known as soon as its loss is, (p - label) pulled back through
+    the head: it is computed in the forward pass, R * D floats are kept, and no logits are recomputed (a
+    rematerialised head multiplies three times by the table, this one twice).
 
     labels index what `head` gives: the vocabulary, or a candidate set.
     teacher: the target's own final hidden states for the same positions. The loss is then
@@ -58,29 +60,57 @@ def score(
     has these for free, and a whole distribution says more than one token.
     """
     batch, rows = labels.shape
-    count = -(-rows // max(1, chunk // batch))
-    size = -(-rows // count)
+    width = min(rows, max(1, chunk // batch))
 
     def chunks(x: Array) -> Array:
-        x = jnp.pad(x, [(0, 0), (0, count * size - rows)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
+        """[B, R, ...] -> [chunks, B, width, ...]"""
+        x = jnp.pad(x, [(0, 0), (0, -rows % width)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(batch, -1, width, *x.shape[2:]).swapaxes(0, 1)
 
-    @jax.checkpoint
-    def one(states: Array, wanted: Array, taught: Array | None) -> Scores:
-        logits = head(states)
-        normaliser = jax.nn.logsumexp(logits, axis=-1)
+    def joined(values: Any) -> Any:
+        return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(batch, -1, *x.shape[3:])[:, :rows], values)
+
+    def one(states: Array, wanted: Array, taught: Array | None) -> tuple[Scores, Callable[[], Array]]:
+        logits, pull = jax.vjp(head, states)
         right = jnp.take_along_axis(logits, wanted[..., None], axis=-1)
-        cross_entropy = loss = normaliser - right[..., 0]
+        largest = jnp.max(logits, axis=-1, keepdims=True)
+        shares = jnp.exp(logits - largest)
+        total = jnp.sum(shares, axis=-1, keepdims=True)
+        normaliser = jnp.log(total) + largest
+        cross_entropy = loss = (normaliser - right)[..., 0]
+        probs = None
         if taught is not None:
             assert teacher_head is not None
-            probs = jax.nn.softmax(lax.stop_gradient(teacher_head(taught)) / soft_temperature, axis=-1)
-            loss = (1 - soft) * loss + soft * (normaliser - jnp.sum(probs * logits, axis=-1))
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return Scores(loss, cross_entropy, best, jnp.sum(logits > right, axis=-1, dtype=jnp.int32))
+            probs = jax.nn.softmax(teacher_head(taught) / soft_temperature, axis=-1)
+            loss = (1 - soft) * loss + soft * (normaliser[..., 0] - jnp.sum(probs * logits, axis=-1))
 
-    inputs = (chunks(hidden), chunks(labels), None if teacher is None else chunks(teacher))
-    _, scores = lax.scan(lambda _, x: (None, one(*x)), None, inputs)
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, -1)[:, :rows], scores)
+        def slope() -> Array:
+            wish = jax.nn.one_hot(wanted, logits.shape[-1], dtype=logits.dtype)
+            if probs is not None:
+                wish = (1 - soft) * wish + soft * probs
+            return pull(shares / total - wish)[0]
+
+        rank = jnp.sum(logits > right, axis=-1, dtype=jnp.int32)
+        return Scores(loss, cross_entropy, rank), slope
+
+    inputs = (chunks(labels), None if teacher is None else chunks(teacher))
+
+    @jax.custom_vjp
+    def scores(hidden: Array) -> Scores:
+        return joined(lax.map(lambda x: one(*x)[0], (chunks(hidden), *inputs)))
+
+    def forward(hidden: Array) -> tuple[Scores, Array]:
+        def both(x: tuple) -> tuple[Scores, Array]:
+            made, slope = one(*x)
+            return made, slope()
+
+        return joined(lax.map(both, (chunks(hidden), *inputs)))
+
+    def backward(slopes: Array, wanted: Scores) -> tuple[Array]:
+        return (slopes * wanted.loss[..., None].astype(slopes.dtype),)
+
+    scores.defvjp(forward, backward)
+    return scores(hidden)
 
 
 def candidate_set(frequency: Float[Array, " V"], labels: Int[Array, " R"], size: int) -> Int[Array, " K"]:
@@ -148,12 +178,10 @@ class Metrics:
 def metrics(
     loss: Float[Array, ""],
     weight: Float[Array, ""],
-    best: Int[Array, "B A c"],
     rank: Int[Array, "B A c"],
-    labels: Int[Array, "B A c"],
     supervised: Bool[Array, "B A c"],
 ) -> Metrics:
-    hit = (best == labels) & supervised
+    hit = (rank == 0) & supervised
     complete = supervised.all(-1)
     return Metrics(
         loss=loss,

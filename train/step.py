@@ -185,7 +185,6 @@ def _objective(
 
     table = target_params["embed_tokens" if setup.target.config.tie_word_embeddings else "lm_head"]["weight"]
     ids = blocks.labels.reshape(shape[0], -1)
-    chosen = None
     if setup.candidates:
         assert frequency is not None, "a candidate set needs the tokens' frequencies"
         chosen = losses.candidate_set(frequency, ids.reshape(-1), setup.candidates)
@@ -205,15 +204,13 @@ def _objective(
         setup.soft,
         setup.soft_temperature,
     )
-    if chosen is not None:
-        scores = scores.replace(best=chosen[scores.best])
     scores = jax.tree.map(lambda x: x.reshape(blocks.labels.shape), scores)
     if setup.loss == "dpace":
         parts = losses.dpace(scores.loss, scores.cross_entropy, blocks.supervised)
     else:
         parts = losses.weighted(scores.loss, blocks.supervised, setup.gamma)
-    measured = losses.metrics(*parts, scores.best, scores.rank, blocks.labels, blocks.supervised)
-    return losses.leading((scores.best == blocks.labels) & blocks.supervised), measured
+    measured = losses.metrics(*parts, scores.rank, blocks.supervised)
+    return losses.leading((scores.rank == 0) & blocks.supervised), measured
 
 
 @partial(jax.jit, static_argnames=("target", "taps"))

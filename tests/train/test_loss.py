@@ -52,7 +52,7 @@ def test_cross_entropy_and_its_gradient_in_any_chunks(numbers: dict[str, np.ndar
     gradient, scores = jax.grad(total, has_aux=True)(batched(numbers["hidden"]))
     log_p = log_softmax(logits_of(numbers["table"], numbers["hidden"]))
     np.testing.assert_allclose(flat(scores.loss), -log_p[np.arange(ROWS), numbers["labels"]], rtol=1e-5)
-    np.testing.assert_array_equal(flat(scores.best), log_p.argmax(-1))
+    np.testing.assert_array_equal(flat(scores.rank) == 0, log_p.argmax(-1) == numbers["labels"])
     expected = (np.exp(log_p) - np.eye(VOCAB)[numbers["labels"]]) @ numbers["table"]
     np.testing.assert_allclose(flat(gradient), expected, rtol=1e-4, atol=1e-5)
 
@@ -109,11 +109,18 @@ def test_soft_labels_are_the_targets_distribution(numbers: dict[str, np.ndarray]
         return x @ table.T
 
     hidden, teacher = batched(numbers["hidden"]), batched(numbers["teacher"])
-    scores = losses.score(head, hidden, labels, 4, teacher, head, soft=0.25, soft_temperature=0.5)
+
+    def total(hidden: jax.Array) -> tuple[jax.Array, losses.Scores]:
+        scores = losses.score(head, hidden, labels, 4, teacher, head, soft=0.25, soft_temperature=0.5)
+        return scores.loss.sum(), scores
+
+    gradient, scores = jax.grad(total, has_aux=True)(hidden)
     log_p = log_softmax(logits_of(numbers["table"], numbers["hidden"]))
     taught = np.exp(log_softmax(logits_of(numbers["table"], numbers["teacher"]) / 0.5))
     hard = -log_p[np.arange(ROWS), numbers["labels"]]
     np.testing.assert_allclose(flat(scores.loss), 0.75 * hard + 0.25 * -(taught * log_p).sum(-1), rtol=1e-5)
+    wish = 0.75 * np.eye(VOCAB)[numbers["labels"]] + 0.25 * taught
+    np.testing.assert_allclose(flat(gradient), (np.exp(log_p) - wish) @ numbers["table"], rtol=1e-4, atol=1e-5)
 
 
 def test_weights_decay_and_denominators_stay_apart() -> None:
@@ -128,11 +135,9 @@ def test_weights_decay_and_denominators_stay_apart() -> None:
 
 
 def test_metrics_count_complete_blocks_and_supervised_slots() -> None:
-    labels = np.array([[[1, 2, 3], [4, 5, 6], [7, 8, 9]]])
-    best = np.array([[[1, 2, 0], [4, 0, 6], [7, 8, 9]]])
-    supervised = np.array([[[1, 1, 1], [1, 1, 1], [1, 1, 0]]], bool)  # the last block is cut
     rank = np.array([[[0, 0, 15], [0, 16, 0], [0, 0, 0]]])
-    arrays = map(jnp.asarray, (best, rank, labels, supervised))
+    supervised = np.array([[[1, 1, 1], [1, 1, 1], [1, 1, 0]]], bool)  # the last block is cut
+    arrays = map(jnp.asarray, (rank, supervised))
     total = losses.metrics(jnp.float32(6.0), jnp.float32(4.0), *arrays)
     summary = losses.summary(jax.tree.map(lambda x: x + x, total))  # sums of two batches
     assert summary["loss"] == 1.5
