@@ -16,6 +16,7 @@ from dflash_jax.config import ConfigError
 from dflash_jax.state import RoundState
 from infer.session import Completion, OnText, Session
 from infer.settings import Settings
+from infer.text import counted
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +105,8 @@ def converse(chat: Chat, prompt: str = "> ") -> None:
             return
         if text == "/reset":
             chat.reset()
+        elif text.startswith("/") and " " not in text:  # a path with a question behind it is a message
+            print(f"{text} is not a command: /reset begins a new conversation, /quit leaves", file=sys.stderr)
         elif text:
             _turn(chat, text)
 
@@ -120,7 +123,7 @@ def _turn(chat: Chat, text: str) -> None:
     print(flush=True)
     speed = answer.tokens_per_second
     print(
-        f"[{len(answer.tokens)} tokens, {answer.finish_reason}"
+        f"[{counted(len(answer.tokens), 'token')}, {answer.finish_reason}"
         + (f", {speed:.1f} tokens/s" if speed else "")
         + (f", {answer.stats.tau:.2f} per round" if answer.mode != "ar" and answer.stats.sizes else "")
         + "]",

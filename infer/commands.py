@@ -101,6 +101,8 @@ def read_prompt(flags: Generate) -> str:
     if (flags.prompt is None) == (flags.prompt_file is None):
         raise ConfigError("give the prompt with --prompt or --prompt-file, one of them")
     if flags.prompt is not None:
+        if not flags.prompt:
+            raise ConfigError("the prompt is empty")
         return flags.prompt
     name = flags.prompt_file
     assert name is not None

@@ -11,6 +11,7 @@ import jax
 
 import dflash_jax
 from infer.session import Completion, Session
+from infer.text import counted
 
 
 def as_json(session: Session, answer: Completion) -> dict[str, Any]:
@@ -56,12 +57,12 @@ def versions() -> dict[str, str]:
 def summary(answer: Completion) -> str:
     """One line for stderr."""
     stats, seconds = answer.stats, answer.seconds
-    parts = [f"{len(answer.tokens)} tokens ({answer.finish_reason})"]
+    parts = [f"{counted(len(answer.tokens), 'token')} ({answer.finish_reason})"]
     if answer.tokens_per_second:
         parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
     if answer.mode == "ar":
         parts.append("autoregressive")
     elif stats.sizes:
-        parts.append(f"{len(stats.sizes)} rounds, {stats.tau:.2f} tokens per round")
+        parts.append(f"{counted(len(stats.sizes), 'round')}, {stats.tau:.2f} tokens per round")
     parts.append(", ".join(f"{stage} {took:.2f}" for stage, took in seconds.items()) + " s")
     return "; ".join(parts)

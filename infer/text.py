@@ -7,6 +7,11 @@ from collections.abc import Iterable, Sequence
 from dflash_jax.streaming import StopStrings, StreamDecoder, Vocabulary
 
 
+def counted(number: int, thing: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
 class RowText:
     """Whole characters only, and nothing of a stop string.
 

@@ -190,6 +190,7 @@ NORM = {"norm.weight": np.ones(64, np.float32)}
     [
         (b"", "is empty"),
         (b"\x10\0\0", "too few"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "is a git-lfs pointer"),
         (struct.pack("<Q", 2**63) + b"{}", "the header claims 9223372036854775808 bytes"),
         (struct.pack("<Q", 3) + b"{}", "the header claims 3 bytes"),
         (struct.pack("<Q", 2) + b"[]", "not an object"),

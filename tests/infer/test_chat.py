@@ -137,9 +137,10 @@ def test_a_model_without_a_template_cannot_chat(models: Path) -> None:
 def test_turns_from_standard_input(
     fluent: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = "hi\n\n" + "x" * 600 + "\nmore\n/reset\nagain\n/quit\nnever\n"
+    lines = "hi\n\n" + "x" * 600 + "\n/help\nmore\n/reset\nagain\n/quit\nnever\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     converse(Chat(fluent, HOW))
     out, err = capsys.readouterr()
     assert out == ("a" * 9 + "\n") * 3
     assert err.count("[9 tokens, length") == 3 and err.count("error: ") == 1
+    assert "/help is not a command: /reset begins a new conversation, /quit leaves" in err

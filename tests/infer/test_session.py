@@ -156,6 +156,7 @@ def test_a_stop_token_ends_the_text(models: Path) -> None:
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_k": -2}, "top_k is -2"),
+        ({"top_k": 5}, "top_p and top_k need a temperature above 0"),
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),
         ({"seed": 2**31}, "seed is"),
         ({"chunk_size": 0}, "chunk_size is 0"),
