@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dflash_jax import tables
 from dflash_jax.config import ConfigError
@@ -129,5 +130,7 @@ def read(path: Path) -> ShortName:
     tables.refuse_unknown(path, "", values, [*sections, *TRAINING])
     if "target" not in values:
         raise ConfigError(f"{path}: target is missing: a short name needs a target")
-    made = {key: tables.section(sections[key], values[key], path, key) for key in values if key in sections}
+    made: dict[str, Any] = {
+        key: tables.section(sections[key], values[key], path, key) for key in values if key in sections
+    }
     return ShortName(path.stem, **made)

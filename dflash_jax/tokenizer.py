@@ -102,6 +102,15 @@ class Tokenizer(Vocabulary):
             return [self.bos_id, *ids]
         return ids
 
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode(text)`, and the characters [start, end) of `text` that each id comes from. Ids that
+        share a character's bytes share the character."""
+        _check_text(text)
+        with self._lock:
+            self._backend.encode_special_tokens = False
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def token_bytes(self, id: int, skip_special: bool = True) -> bytes:
         if skip_special and self._added.get(id, ("", False))[1]:
             return b""
@@ -173,6 +182,10 @@ class ByteTokenizer(Vocabulary):
     def encode(self, text: str, *, special: bool = True, bos: bool = False) -> list[int]:
         _check_text(text)
         return list(text.encode())
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        ids = self.encode(text)
+        return ids, [(i, i + 1) for i, character in enumerate(text) for _ in character.encode()]
 
     def token_bytes(self, id: int, skip_special: bool = True) -> bytes:
         return bytes((id,)) if 0 <= id < 256 else b""

@@ -26,7 +26,7 @@ COMPILERS = ("jit", "pjit", "pmap")
 
 # Only what compares us with PyTorch loads it.
 TORCH = ("torch", "transformers", "dflash")
-TORCH_PLACES = ("tests/parity/", "infer/bench", "infer/peers")
+TORCH_PLACES = ("tests/parity/", "infer/bench", "infer/peers", "train/peers")
 
 
 def _allowed() -> dict[str, set[str]]:

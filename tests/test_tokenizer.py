@@ -363,6 +363,25 @@ def test_bad_sentence_piece(tmp_path, change, message):
 # Bytes
 
 
+@pytest.mark.parametrize("kind", ["byte level", "sentence piece", "bytes"])
+def test_spans_say_where_each_id_comes_from(tmp_path, kind):
+    if kind == "byte level":
+        tokenizer = from_folder(save_folder(tmp_path / "x"))
+    else:
+        tokenizer = (
+            ByteTokenizer() if kind == "bytes" else from_gguf(save_sentence_piece(tmp_path / "x.gguf"))
+        )
+    text = "abc hé 12 <|im_end|>😀 ab"
+    ids, spans = tokenizer.encode_spans(text)
+    assert ids == tokenizer.encode(text) and len(spans) == len(ids)
+    assert all(0 <= start < end <= len(text) for start, end in spans)
+    assert {i for span in spans for i in range(*span)} == set(range(len(text)))
+    whole = [(id, span) for id, span in zip(ids, spans, strict=True) if spans.count(span) == 1]
+    assert all(
+        tokenizer.decode([id], skip_special=False).strip() == text[slice(*span)].strip() for id, span in whole
+    )
+
+
 def test_byte_tokenizer():
     tokenizer = ByteTokenizer(vocab_size=258, stop_ids=[257])
     assert tokenizer.encode("aé") == [97, 0xC3, 0xA9]

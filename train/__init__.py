@@ -1,1 +1,1 @@
-"""Training of DFlash drafts. Being built: there is no command here yet."""
+"""Training of DFlash drafts: `python -m train --help`."""

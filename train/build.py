@@ -84,16 +84,10 @@ def mask_token(settings: Settings, target: pair.Target) -> int:
 def make_setup(settings: Settings, target: pair.Target, config: DraftConfig) -> Setup:
     o, opt = settings.objective, settings.optimizer
     size = config.block_size
-    if o.candidates:
-        if settings.data.widths is None:
-            raise ConfigError("objective.candidates needs data.widths: they say how many labels a microbatch has")
-        widest = max(max(1, settings.data.tokens // width) for width in settings.data.widths)
-        labels = widest * o.anchors * (size - 1)
-        if not labels <= o.candidates <= config.vocab_size:
-            raise ConfigError(
-                f"objective.candidates is {o.candidates}: it must hold the {labels} labels of a microbatch "
-                f"(data.tokens, objective.anchors) and at most the vocabulary, {config.vocab_size}"
-            )
+    if o.candidates > config.vocab_size:
+        raise ConfigError(
+            f"objective.candidates is {o.candidates}: the vocabulary has {config.vocab_size} tokens"
+        )
     return Setup(
         target=target.module,
         draft=DFlash(config),

@@ -32,7 +32,7 @@ class Synthesize:
     seconds: float | None = None
     """Stop after this long, whatever was made."""
     rows: int = 64
-    """Batch size, halved between greedy and sampled answers."""
+    """Batch size, shared between greedy and sampled answers to the same prompts."""
     prompt_tokens: int = 160
     """Budget of a user turn; longer ones are dropped."""
     answer_tokens: int = 256
@@ -50,7 +50,17 @@ class Synthesize:
 
     def __post_init__(self) -> None:
         _require(self.rows > 0 and self.conversations > 0, "rows and conversations must be positive")
-        _require(len(self.temperatures) == 2, "temperatures must be two numbers, [low, high]")
+        _require(self.prompt_tokens > 0 and self.answer_tokens > 0, "budgets of tokens must be positive")
+        _require(
+            len(self.temperatures) == 2 and 0 < self.temperatures[0] <= self.temperatures[1],
+            "temperatures must be two numbers above 0, [low, high]",
+        )
+        _require(
+            self.prompt_temperature > 0, "prompt_temperature must be above 0: a greedy prior has one turn"
+        )
+        _require(
+            0 < self.prompt_top_p <= 1 and 0 < self.answer_top_p <= 1, "a top_p is above 0 and at most 1"
+        )
         _require(0 <= self.bare <= 1 and 0 <= self.greedy <= 1, "bare and greedy are shares, 0 to 1")
 
 
@@ -71,6 +81,10 @@ class Regenerate:
     draft: str | None = None
     """Speculate with this draft: same text, sooner."""
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.rows > 0 and self.answer_tokens > 0, "rows and answer_tokens must be positive")
+        _require(self.max_samples is None or self.max_samples > 0, "max_samples must be positive")
 
 
 @dataclass(frozen=True)

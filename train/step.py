@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.block import chain_block
 from dflash_jax.cache import target_cache
+from dflash_jax.config import ConfigError
 from dflash_jax.drafts.dflash import DFlash
 from dflash_jax.layers import RMSNorm, contract
 from dflash_jax.targets import Decoder
@@ -187,6 +188,11 @@ def _objective(
     ids = blocks.labels.reshape(shape[0], -1)
     if setup.candidates:
         assert frequency is not None, "a candidate set needs the tokens' frequencies"
+        if ids.size > setup.candidates:
+            raise ConfigError(
+                f"objective.candidates is {setup.candidates}: it must hold the {ids.size} labels of a microbatch "
+                "(data.tokens / width * objective.anchors * (block_size - 1))"
+            )
         chosen = losses.candidate_set(frequency, ids.reshape(-1), setup.candidates)
         table, ids = table[chosen], jnp.searchsorted(chosen, ids).astype(jnp.int32)
 

@@ -2,121 +2,185 @@
 
 A user turn is sampled from the target's own prior after the chat header, bare or begun by one of
 `prompts.BEGINNINGS`; then the target answers it. The draft must learn the target's text as decoding
-will meet it, so half of the answers are greedy and half drawn at temperature 0.2 to 0.7.
+will meet it, so a share of the answers is greedy and the others are drawn at low temperatures.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import decode
+from dflash_jax.buckets import bucket
 from dflash_jax.config import ConfigError
-from dflash_jax.generation import finish
 from dflash_jax.sampling import Sampling
-from dflash_jax.state import AUTOREGRESSIVE, Models
-from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.state import Models
+from dflash_jax.terminal import Screen
+from train.answer import answer
+from train.build import load_target
+from train.conversations import Conversation, Words, around_user, end_of_turn, read, spell
+from train.journal import Journal
+from train.progress import Progress
 from train.prompts import BEGINNINGS
+from train.settings import Settings, Synthesize
 
 # A nucleus of this mass holds the best token alone: greedy and sampled rows share one program.
 _GREEDY = 1e-6
+# Batches of user turns without a new one, after which the target is taken not to make any.
+_PATIENCE = 20
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """rows: batch size, halved between greedy and sampled answers. prompt_tokens, answer_tokens: budgets
-    (longer prompts are dropped, longer answers cut). bare: share of user turns without a beginning.
-    temperatures: range of the sampled answers. capacity: positions allocated for a conversation."""
-
-    rows: int = 64
-    prompt_tokens: int = 160
-    answer_tokens: int = 256
-    bare: float = 0.35
-    prompt_temperature: float = 1.0
-    prompt_top_p: float = 0.95
-    temperatures: tuple[float, float] = (0.2, 0.7)
-    answer_top_p: float = 0.9
-    capacity: int = 512
-    chunk_size: int = 256
-
-
-def user_header(tokenizer: Tokenizer) -> list[int]:
-    """The tokens of the chat template up to the user's own text. Raises ConfigError for a template that
-    does not show that text."""
-    marker = "@@@"
-    before, found, _ = tokenizer.render([{"role": "user", "content": marker}], True).partition(marker)
-    if not found:
-        raise ConfigError("the chat template does not show the user's turn: it cannot be sampled")
-    return tokenizer.encode(before)
+def run(settings: Settings, screen: Screen) -> int:
+    """Continue the file of conversations until it has as many as asked for, or the time is over."""
+    recipe = settings.synthesize
+    journal = Journal(settings.within(recipe.out))
+    known = read(journal.path) if journal.path.stat().st_size else []
+    missing = recipe.conversations - len(known)
+    made = tokens = 0
+    if missing > 0:
+        target = load_target(settings)
+        models = Models(target.params, target=target.module)
+        began = time.monotonic()
+        progress = Progress("synthesizing", missing, "conversations")
+        for batch in conversations(models, target.tokenizer, recipe, known):
+            batch = batch[: missing - made]
+            journal.append(conversation.line() for conversation in batch)
+            made += len(batch)
+            tokens += sum(len(conversation.tokens or ()) for conversation in batch)
+            seconds = time.monotonic() - began
+            over = made == missing or (recipe.seconds is not None and seconds >= recipe.seconds)
+            if over or progress.due():
+                progress.show(made, f"{tokens / seconds:,.0f} answer tokens/s")
+            if over:
+                break
+    screen.clear()
+    print(
+        f"{len(known) + made:,} conversations in {journal.path}, {made:,} of them new ({tokens:,} answer tokens)"
+    )
+    print(f"next: python -m train fit --config {settings.name}")
+    return 0
 
 
 def conversations(
-    models: Models, tokenizer: Tokenizer, recipe: Recipe, seed: int
-) -> Iterator[list[tuple[list[int], list[int], float]]]:
-    """Batches of (prompt tokens with the template, answer tokens, temperature), without end and without
-    a prompt that came before. One item per answered batch: time limits are checked between items."""
-    generator = np.random.default_rng(seed)
-    header = user_header(tokenizer)
-    seen: set[str] = set()
-    waiting: list[list[int]] = []
-    half = max(1, recipe.rows // 2)
+    models: Models, tokenizer: Words, recipe: Synthesize, known: Sequence[Conversation] = ()
+) -> Iterator[list[Conversation]]:
+    """Batches of `recipe.rows` conversations, without end and without a prompt that is in `known` or came
+    before. A batch is a function of the recipe's seed and of how many conversations precede it, so what
+    follows on a restart is new. ConfigError when the target makes no new user turns."""
+    stop_ids = end_of_turn(tokenizer)
+    before, after = (len(tokenizer.encode(part)) for part in around_user(tokenizer))
+    capacity = _capacity(models, recipe, before + after)
+    greedy = round(recipe.greedy * recipe.rows)
+    wanted = max(greedy, recipe.rows - greedy)  # a prompt is answered in both ways where both have room
+    seen = {conversation.prompt for conversation in known}
+    done = len(known)
+    waiting: list[tuple[str, list[int]]] = []
     while True:
-        while len(waiting) < half:
-            for text in user_turns(models, tokenizer, header, recipe, generator):
+        generator = np.random.default_rng((recipe.seed, done))
+        patience = _PATIENCE
+        while len(waiting) < wanted:
+            new = []
+            for text in user_turns(models, tokenizer, recipe, stop_ids, capacity, generator):
                 prompt = tokenizer.chat([{"role": "user", "content": text}])
-                if text not in seen and len(prompt) + recipe.answer_tokens <= recipe.capacity:
+                if text not in seen and len(prompt) <= before + after + recipe.prompt_tokens:
                     seen.add(text)
-                    waiting.append(prompt)
-        prompts, waiting = waiting[:half], waiting[half:]
-        yield answers(models, tokenizer, prompts * 2, half, recipe, generator)
+                    new.append((text, prompt))
+            waiting += new
+            patience = _PATIENCE if new else patience - 1
+            if not patience:
+                raise ConfigError(
+                    f"the target made no new user turn in {_PATIENCE * recipe.rows} tries: raise "
+                    "synthesize.prompt_tokens, or bring prompts of your own (python -m train regenerate)"
+                )
+        chosen, waiting = waiting[:wanted], waiting[wanted:]
+        asked = [*chosen[:greedy], *chosen[: recipe.rows - greedy]]
+        low, high = recipe.temperatures
+        drawn = generator.uniform(low, high, recipe.rows - greedy)
+        temperatures = np.concatenate([np.zeros(greedy), drawn])
+        generation = answer(
+            models,
+            [prompt for _, prompt in asked],
+            rows=recipe.rows,
+            budget=recipe.answer_tokens,
+            how=_per_row(
+                np.where(temperatures > 0, temperatures, 1.0),
+                np.where(temperatures > 0, recipe.answer_top_p, _GREEDY),
+            ),
+            seeds=_seeds(generator, recipe.rows),
+            stop_ids=stop_ids,
+            capacity=capacity,
+        )
+        rows = zip(asked, generation.tokens, generation.finish_reasons, temperatures, strict=True)
+        yield [
+            _conversation(tokenizer, text, tokens, reason == "stop", float(temperature))
+            for (text, _), tokens, reason, temperature in rows
+        ]
+        done += recipe.rows
 
 
 def user_turns(
-    models: Models, tokenizer: Tokenizer, header: list[int], recipe: Recipe, generator: np.random.Generator
+    models: Models,
+    tokenizer: Words,
+    recipe: Synthesize,
+    stop_ids: Sequence[int],
+    capacity: int,
+    generator: np.random.Generator,
 ) -> list[str]:
     """Finished user turns from one batch. As text: a prompt that is typed is tokenized as a whole, which
     need not give the tokens that were sampled."""
+    header = tokenizer.encode(around_user(tokenizer)[0])
     kinds = list(BEGINNINGS.values())
-    begun = []
+    begun: list[list[int]] = []
     for _ in range(recipe.rows):
         kind = kinds[generator.integers(len(kinds))]
         bare = generator.random() < recipe.bare
-        begun.append([] if bare else tokenizer.encode(kind[generator.integers(len(kind))].rstrip(" ")))
-    how = _per_row(np.full(recipe.rows, recipe.prompt_temperature), np.full(recipe.rows, recipe.prompt_top_p))
-    prompts = [[*header, *start] for start in begun]
-    tokens, reasons = _run(models, tokenizer, prompts, recipe.prompt_tokens, how, recipe, generator)
+        start = tokenizer.encode(kind[generator.integers(len(kind))].rstrip(" "))
+        begun.append([] if bare or len(start) >= recipe.prompt_tokens else start)
+    generation = answer(
+        models,
+        [[*header, *start] for start in begun],
+        rows=recipe.rows,
+        budget=[recipe.prompt_tokens - len(start) for start in begun],
+        how=_per_row(
+            np.full(recipe.rows, recipe.prompt_temperature), np.full(recipe.rows, recipe.prompt_top_p)
+        ),
+        seeds=_seeds(generator, recipe.rows),
+        stop_ids=stop_ids,
+        capacity=capacity,
+    )
     turns = [
-        tokenizer.decode([*start, *row]).strip()
-        for start, row, reason in zip(begun, tokens, reasons, strict=True)
+        spell(tokenizer, [*start, *tokens], finished=True).strip()
+        for start, tokens, reason in zip(begun, generation.tokens, generation.finish_reasons, strict=True)
         if reason == "stop"
     ]
     return [turn for turn in turns if turn]
 
 
-def answers(
-    models: Models,
-    tokenizer: Tokenizer,
-    prompts: Sequence[list[int]],
-    greedy: int,
-    recipe: Recipe,
-    generator: np.random.Generator,
-) -> list[tuple[list[int], list[int], float]]:
-    """Answers to these prompts: the first `greedy` at temperature 0, the others sampled."""
-    sampled = len(prompts) - greedy
-    drawn = generator.uniform(*recipe.temperatures, sampled)
-    temperatures = np.concatenate([np.zeros(greedy), drawn])
-    how = _per_row(
-        np.where(temperatures > 0, temperatures, 1.0),
-        np.where(temperatures > 0, recipe.answer_top_p, _GREEDY),
+def _conversation(
+    tokenizer: Words, text: str, tokens: list[int], finished: bool, temperature: float
+) -> Conversation:
+    messages = (
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": spell(tokenizer, tokens, finished)},
     )
-    tokens, _ = _run(models, tokenizer, prompts, recipe.answer_tokens, how, recipe, generator)
-    return [
-        (prompt, row, float(temperature))
-        for prompt, row, temperature in zip(prompts, tokens, temperatures, strict=True)
-    ]
+    return Conversation(messages, tuple(tokens), finished, temperature, "synthesize")
+
+
+def _capacity(models: Models, recipe: Synthesize, frame: int) -> int:
+    """Positions for the template's frame, a user turn and an answer: one shape for all batches."""
+    needed, most = frame + recipe.prompt_tokens + recipe.answer_tokens, models.target.config.max_positions
+    if 0 < most < needed:
+        raise ConfigError(
+            f"synthesize.prompt_tokens and answer_tokens need {needed} positions with the chat template, "
+            f"but the target has {most}: lower them"
+        )
+    return bucket(needed)
+
+
+def _seeds(generator: np.random.Generator, count: int) -> list[int]:
+    return generator.integers(0, 2**31 - 1, count).tolist()
 
 
 def _per_row(temperature: np.ndarray, top_p: np.ndarray) -> Sampling:
@@ -128,28 +192,3 @@ def _per_row(temperature: np.ndarray, top_p: np.ndarray) -> Sampling:
         greedy=False,
         nucleus=True,
     )
-
-
-def _run(
-    models: Models,
-    tokenizer: Tokenizer,
-    prompts: Sequence[list[int]],
-    budget: int,
-    how: Sampling,
-    recipe: Recipe,
-    generator: np.random.Generator,
-) -> tuple[list[list[int]], list[str]]:
-    models = models.without_draft()
-    state = decode.prefill(
-        models,
-        prompts,
-        AUTOREGRESSIVE,
-        max_new_tokens=budget,
-        how=how,
-        seeds=generator.integers(0, 2**31 - 1, len(prompts)).tolist(),
-        stop_ids=tokenizer.stop_ids,
-        chunk_size=recipe.chunk_size,
-        capacity=recipe.capacity,
-    )
-    generation = finish(decode.generate_autoregressive(models, state))
-    return generation.tokens, generation.finish_reasons

@@ -1,4 +1,4 @@
-"""Hugging Face folders: targets are read; drafts are read in three schemas and written in one."""
+"""Hugging Face folders, read and written: targets, and drafts in three schemas (written in one)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dflash_jax.config import FULL, SLIDING, ConfigError, DraftConfig, TargetCon
 from dflash_jax.weights import safetensors_file
 from dflash_jax.weights.atomic import replacing
 from dflash_jax.weights.fields import MAX_LAYERS, Fields, naming
-from dflash_jax.weights.names import DRAFT_HF, TARGET_HF
+from dflash_jax.weights.names import DRAFT_HF, TARGET_HF, Names
 from dflash_jax.weights.schema import (
     ARCHITECTURE,
     architectures,
@@ -24,6 +24,7 @@ from dflash_jax.weights.schema import (
     read_draft,
     read_rope,
     write_draft,
+    write_target,
 )
 from dflash_jax.weights.tensors import Tensor, check, flatten, load, wanted
 
@@ -167,6 +168,19 @@ def _drop_tied_head(folder: Path, found: dict[str, Tensor]) -> None:
         )
 
 
+def save_target(
+    folder: str | Path, config: TargetConfig, params: Mapping[str, Any], dtype: DTypeLike
+) -> None:
+    """Write a target's config.json and weights, in `dtype`; the tokenizer's files are the caller's.
+
+    An interrupted save leaves a folder without config.json, which every reader refuses. ConfigError for
+    what has no form in such a config (rope divisors, which only GGUF has).
+    """
+    (architecture,) = (name for name, family in FAMILIES.items() if family == config.family)
+    values = write_target(config, architecture, np.dtype(dtype).name)
+    _save(Path(folder), values, flatten(params), TARGET_HF, np.dtype(dtype))
+
+
 # --- drafts -------------------------------------------------------------------------------------------
 
 # The flat schema keeps the fusion in an encoder of its own.
@@ -235,12 +249,18 @@ def save_draft(folder: str | Path, config: DraftConfig, params: Mapping[str, Any
     draft or a folder without config.json, which every reader refuses: never a mixture.
     """
     folder = Path(folder)
-    dtype = np.dtype(dtype)
-    values = write_draft(config, dtype.name)
+    values = write_draft(config, np.dtype(dtype).name)
     flat = flatten(params)
     _check_draft(folder, config, flat)
+    _save(folder, values, flat, DRAFT_HF, np.dtype(dtype))
+
+
+def _save(
+    folder: Path, values: dict[str, Any], flat: Mapping[str, Any], names: Names, dtype: np.dtype
+) -> None:
+    """config.json last: a folder without it is refused by every reader."""
     tensors = {
-        DRAFT_HF.to_file(path): np.asarray(value).astype(dtype, copy=False)
+        names.to_file(path): np.asarray(value).astype(dtype, copy=False)
         for path, value in sorted(flat.items())
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""`config.json` of a draft: three schemas are read, one is written. And the fields that drafts share with
-Hugging Face targets: RoPE and sliding windows.
+"""`config.json` of a draft: three schemas are read, one is written. Of a target: what is written, and the
+fields that it shares with drafts: RoPE and sliding windows.
 
     legacy   block_size at the top; dflash_config: {mask_token_id, target_layer_ids}
     nested   dflash_config: {block_size, mask_token_id, target_layer_ids}        (written here)
@@ -22,6 +22,7 @@ from dflash_jax.config import (
     ConfigError,
     DraftConfig,
     RopeConfig,
+    TargetConfig,
     Training,
     default_taps,
 )
@@ -304,3 +305,35 @@ def write_draft(config: DraftConfig, dtype: str) -> dict[str, Any]:
         **optional,
         "dflash_config": own | ({"training": training} if training else {}),
     }
+
+
+# --- targets: write -----------------------------------------------------------------------------------
+
+
+def write_target(config: TargetConfig, architecture: str, dtype: str) -> dict[str, Any]:
+    """`config.json` of a target as transformers 5 writes it. hf.target_config reads it."""
+    values = {
+        "architectures": [architecture],
+        "model_type": config.family,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tie_word_embeddings,
+        # qwen2 has its biases whatever this says, and with it transformers' qwen2 would still have none on o
+        "attention_bias": config.attention_out_bias,
+        "attention_dropout": 0.0,
+        "rope_parameters": write_rope(config.rope),
+        "torch_dtype": dtype,
+    }
+    if config.family == "llama":
+        values["mlp_bias"] = config.mlp_bias
+    if SLIDING in config.layer_types:
+        values |= {"use_sliding_window": True, "sliding_window": config.sliding_window}
+    return values | {"layer_types": list(config.layer_types)}
