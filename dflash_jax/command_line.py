@@ -70,8 +70,9 @@ def flags(kind: type[T], program: str, arguments: list[str], default: T | None =
         with contextlib.redirect_stderr(shown):
             # DisallowNone: `--prompt None` is a prompt of four letters
             config = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-            given = {} if default is None else {"default": default}
-            return tyro.cli(kind, prog=program, args=arguments, config=config, **given)
+            if default is None:
+                return tyro.cli(kind, prog=program, args=arguments, config=config)
+            return tyro.cli(kind, prog=program, args=arguments, config=config, default=default)
     except SystemExit as exit:
         if not exit.code:
             raise

@@ -55,7 +55,9 @@ class Settings:
             raise ConfigError("proposal 'sample' needs a temperature above 0: greedy decoding has one answer")
         sampling(self.temperature, self.top_p, self.top_k)
         if self.temperature == 0 and (self.top_p < 1 or self.top_k):
-            raise ConfigError("top_p and top_k need a temperature above 0: greedy decoding takes the best token")
+            raise ConfigError(
+                "top_p and top_k need a temperature above 0: greedy decoding takes the best token"
+            )
         StopStrings(self.stop)
 
 

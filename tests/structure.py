@@ -18,7 +18,8 @@ MODELS = (
 FILES = (
     "config < weights < vocabulary chat_template streaming tables < shortnames < fetch < sources < tokenizer"
 )
-LIBRARY = "pair testing terminal command_line compile_cache"  # above both chains; train and infer are above the whole library, and strangers
+# Above both chains; train and infer are above the whole library, and strangers to each other.
+LIBRARY = "pair testing terminal command_line compile_cache"
 
 # A second place that compiles is a second place to look for retraces and donated buffers.
 JIT_FILES = ("dflash_jax/decode.py", "train/step.py")

@@ -43,8 +43,8 @@ def specforge_step(config: DraftConfig, sequences: int, length: int, anchors: in
         intermediate_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         rms_norm_eps=config.rms_norm_eps,
-        attn_implementation="sdpa",
     )
+    shape._attn_implementation = "sdpa"
     shape.block_size = config.block_size
     shape.num_target_layers = config.num_target_layers
     shape.dflash_config = {"target_layer_ids": list(config.taps), "mask_token_id": config.mask_token_id}

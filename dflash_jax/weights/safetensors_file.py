@@ -54,7 +54,9 @@ def read_file(path: Path) -> dict[str, Tensor]:
         if len(start) < 8:
             raise ConfigError(f"{path}: {size} bytes are too few for a safetensors file: fetch it again")
         if start == b"version ":  # the text that stands in for a large file in a git repository
-            raise ConfigError(f"{path}: is a git-lfs pointer, not the weights: run `git lfs pull` in its folder")
+            raise ConfigError(
+                f"{path}: is a git-lfs pointer, not the weights: run `git lfs pull` in its folder"
+            )
         (length,) = struct.unpack("<Q", start)
         if length > min(size - 8, _MAX_HEADER):
             raise ConfigError(

@@ -120,7 +120,9 @@ def test_soft_labels_are_the_targets_distribution(numbers: dict[str, np.ndarray]
     hard = -log_p[np.arange(ROWS), numbers["labels"]]
     np.testing.assert_allclose(flat(scores.loss), 0.75 * hard + 0.25 * -(taught * log_p).sum(-1), rtol=1e-5)
     wish = 0.75 * np.eye(VOCAB)[numbers["labels"]] + 0.25 * taught
-    np.testing.assert_allclose(flat(gradient), (np.exp(log_p) - wish) @ numbers["table"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        flat(gradient), (np.exp(log_p) - wish) @ numbers["table"], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_weights_decay_and_denominators_stay_apart() -> None:
