@@ -37,7 +37,7 @@ class Case:
     length: int = 448
     layers: int = 3
     candidates: int = 0
-    chunk: int = 2048
+    chunk: int = 256
     hidden_size: int = 576
     heads: int = 9
     kv_heads: int = 3

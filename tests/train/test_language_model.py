@@ -25,7 +25,7 @@ from train.settings import LanguageModel, Run, Settings
 
 TINY = LanguageModel(
     layers=2, hidden_size=24, heads=4, kv_heads=2, head_dim=8, intermediate_size=40, length=96, rows=8,
-    steps=60, rate=1e-2,
+    steps=100, rate=1e-2,
 )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_the_byte_vocabulary_is_bytes_turns_and_a_template(tmp_path: Path) -> No
 
 def test_the_command_makes_a_target_that_learned_its_text(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
-    asked, answer = "Say it.", "abcabcabcabcabcabc"
+    asked, answer = "Say it.", "one fox jumps over my lazy dog"
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     text.write_text(json.dumps({"messages": messages}) + "\n")
     settings = Settings(
