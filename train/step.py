@@ -188,7 +188,7 @@ def _objective(
     ids = blocks.labels.reshape(shape[0], -1)
     if setup.candidates:
         assert frequency is not None, "a candidate set needs the tokens' frequencies"
-        if ids.size > setup.candidates:
+        if setup.candidates < min(ids.size, len(table)):
             raise ConfigError(
                 f"objective.candidates is {setup.candidates}: it must hold the {ids.size} labels of a microbatch "
                 "(data.tokens / width * objective.anchors * (block_size - 1))"

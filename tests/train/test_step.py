@@ -8,9 +8,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from tiny import DRAFT, TARGET
 
 from dflash_jax import decode
+from dflash_jax.config import ConfigError
 from dflash_jax.drafts import DFlash, init_params
 from dflash_jax.policy import Fixed
 from dflash_jax.state import AUTOREGRESSIVE, Models, Options
@@ -89,7 +91,7 @@ def test_microbatches_give_the_gradient_of_one_batch() -> None:
 def test_a_candidate_set_of_the_whole_vocabulary_is_the_vocabulary() -> None:
     params, draft = target_params(), init_params(DRAFT, jax.random.key(1))
     state, key, rate = step.init_state(SETUP, draft), jax.random.key(0), jnp.float32(0.1)
-    whole = jax.tree.map(lambda x: x[None], batch(4))
+    whole = jax.tree.map(lambda x: x[None], batch(3))
     _, plain, norm = step.train_step(SETUP, params, state, whole, key, rate)
     frequency = jnp.ones(TARGET.vocab_size)
     setup = dataclasses.replace(SETUP, candidates=TARGET.vocab_size)
@@ -99,13 +101,10 @@ def test_a_candidate_set_of_the_whole_vocabulary_is_the_vocabulary() -> None:
     fewer = dataclasses.replace(SETUP, candidates=TARGET.vocab_size - 8)
     _, less, _ = step.train_step(fewer, params, state, whole, key, rate, frequency)
     assert float(less.loss) < float(plain.loss)  # fewer rivals
-    assert [step.at_step(fewer, n).candidates > 0 for n in (0, 1, 7, 8, 9)] == [
-        False,
-        True,
-        True,
-        False,
-        True,
-    ]
+    kinds = [step.at_step(fewer, n).candidates > 0 for n in (0, 1, 7, 8, 9)]
+    assert kinds == [False, True, True, False, True]
+    with pytest.raises(ConfigError, match=r"objective.candidates is 8: it must hold the 54 labels"):
+        step.train_step(dataclasses.replace(SETUP, candidates=8), params, state, whole, key, rate, frequency)
 
 
 def test_stored_features_are_used_in_place_of_the_targets_forward() -> None:
