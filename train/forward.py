@@ -8,18 +8,22 @@ the anchor's features, which decoding does not have yet: accuracy superb, accept
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.cache import KVCache
 from dflash_jax.config import DraftConfig
 from dflash_jax.drafts.dflash import DFlash, Layer
 from dflash_jax.layers import Rotation, contract, heads, rotate, rotation
+
+_GROUP = 32  # anchors whose scores live at once
 
 
 @struct.dataclass
@@ -85,8 +89,28 @@ def _layer(
     normed = layer.input_layernorm(x)
     q = rotate(attention.q_norm(heads(attention.q_proj(normed), layer.config.head_dim)), turn)
     attend = jax.checkpoint(attend_blocks) if remat else attend_blocks
-    x = x + attention.o_proj(attend(q, attention.keys_values(normed, turn), context, sees))
+    x = x + attention.o_proj(in_groups(attend, q, attention.keys_values(normed, turn), context, sees))
     return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def in_groups(
+    attend: Callable, q: Float[Array, "B R N H"], own: KVCache, context: KVCache, sees: Visibility
+) -> Float[Array, "B R NH"]:
+    """`attend` for a few anchors at a time: their scores are [N, R, S] floats, more than everything else in a
+    layer when S is long. Recomputed group by group, they never exist at once."""
+    batch, count, size, _ = sees.context.shape
+    group = max(n for n in range(1, _GROUP + 1) if count % n == 0)
+    if group == count:
+        return attend(q, own, context, sees)
+
+    def cut(x: Array, axis: int) -> Array:
+        """[.., A*C, ..] -> [groups, .., group*C, ..]"""
+        x = x.reshape(*x.shape[:axis], count // group, -1, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    pieces = cut(q, 1), cut(own.k, 2), cut(own.v, 2), cut(sees.context, 1)
+    out = lax.map(lambda p: attend(p[0], KVCache(p[1], p[2]), context, Visibility(p[3], sees.block)), pieces)
+    return jnp.moveaxis(out, 0, 1).reshape(batch, count * size, -1)
 
 
 def attend_blocks(

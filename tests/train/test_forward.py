@@ -11,7 +11,8 @@ from tiny import DRAFT, DRAFTS, draft_config
 from dflash_jax.cache import KVCache, draft_cache
 from dflash_jax.config import DraftConfig
 from dflash_jax.drafts import DFlash, init_params
-from train.forward import Visibility, attend_blocks, hidden_states
+from train import forward
+from train.forward import Visibility, attend_blocks, hidden_states, in_groups
 
 S, BATCH = 24, 2
 ANCHORS = jnp.array([[1, 2, 7, 19], [3, 8, 20, 23]], jnp.int32)
@@ -66,9 +67,10 @@ def test_blocks_do_not_see_each_other() -> None:
     assert not np.allclose(other[:, 1], base[:, 1], atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_equals_one_dense_mask(dtype: str) -> None:
-    heads, kv, size, count, head_dim = 4, 2, 3, 5, 8
+@pytest.mark.parametrize(("dtype", "together"), [("float32", 6), ("bfloat16", 6), ("float32", 4)])
+def test_attention_equals_one_dense_mask(dtype: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "_GROUP", together)  # of 6 anchors: all at once, or 3 and 3
+    heads, kv, size, count, head_dim = 4, 2, 3, 6, 8
     rows = count * size
     keys = jax.random.split(jax.random.key(2), 6)
     normal = jax.random.normal
@@ -78,7 +80,7 @@ def test_attention_equals_one_dense_mask(dtype: str) -> None:
     outside = jax.random.bernoulli(keys[5], 0.4, (BATCH, count, size, S))
     outside = outside.at[0, 0].set(False)  # a padding block sees itself only
     inside = jnp.tri(size, dtype=bool)[None, None]
-    got = attend_blocks(q, own, context, Visibility(outside, inside))
+    got = in_groups(attend_blocks, q, own, context, Visibility(outside, inside))
 
     block = np.kron(np.eye(count), np.ones((size, size))) * np.tile(np.tri(size), (count, count))
     mask = np.concatenate(
@@ -99,7 +101,9 @@ def test_attention_equals_one_dense_mask(dtype: str) -> None:
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=tolerance)
 
 
-def test_gradients_are_finite_and_the_same_with_and_without_recomputation() -> None:
+def test_gradients_are_finite_and_the_same_with_and_without_recomputation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = draft_config(num_layers=1)
     draft, params = DFlash(config), init_params(config, jax.random.key(0))
     features, embeddings = inputs(config)
@@ -110,6 +114,8 @@ def test_gradients_are_finite_and_the_same_with_and_without_recomputation() -> N
             params
         )
 
-    kept, recomputed = gradient(False), gradient(True)
+    kept = gradient(False)
+    monkeypatch.setattr(forward, "_GROUP", 2)
+    recomputed = gradient(True)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), kept, recomputed)
