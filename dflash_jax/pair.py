@@ -24,6 +24,8 @@ import numpy as np
 
 from dflash_jax import drafts, targets, tokenizer
 from dflash_jax.config import (
+    FULL,
+    SLIDING,
     ConfigError,
     DraftConfig,
     RopeConfig,
@@ -206,31 +208,50 @@ def random_draft(
     seed: int = 0,
 ) -> Draft:
     """An untrained draft of the target's shape, in its dtype and on its device: for demonstrations,
-    tests and as a start of training. taps None: the reference's choice of five layers, or every layer
-    of a target that is too shallow for it."""
-    c = target.config
-    if taps is None:
-        taps = default_taps(c.num_layers, 5) if c.num_layers >= 8 else tuple(range(c.num_layers))
-    config = DraftConfig(
-        hidden_size=c.hidden_size,
-        num_layers=num_layers,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        intermediate_size=c.intermediate_size,
-        vocab_size=c.vocab_size,
-        rope=RopeConfig(c.rope.theta),
-        block_size=block_size,
-        mask_token_id=mask_token_id,
-        taps=taps,
-        num_target_layers=c.num_layers,
-        rms_norm_eps=c.rms_norm_eps,
-        max_positions=c.max_positions,
+    tests and as a start of training. taps None: as in draft_shape."""
+    config = draft_shape(
+        target.config, num_layers=num_layers, block_size=block_size, mask_token_id=mask_token_id, taps=taps
     )
     placed = jax.tree.leaves(target.params)[0]
     (device,) = placed.devices()
     params = _random(drafts.abstract_params(config), np.random.default_rng(seed), placed.dtype)
     return Draft(config, DFlash(config), to_device(params, device), "untrained", trained=False)
+
+
+def draft_shape(
+    target: TargetConfig,
+    *,
+    num_layers: int,
+    block_size: int,
+    mask_token_id: int,
+    taps: tuple[int, ...] | None = None,
+    window: int | None = None,
+) -> DraftConfig:
+    """A draft of the target's width, heads and vocabulary. taps None: the reference's choice of five layers,
+    or every layer of a target that is too shallow for it. window: of all layers but the last, which attends
+    to everything; None: all do."""
+    if taps is None:
+        shallow = target.num_layers < 8
+        taps = tuple(range(target.num_layers)) if shallow else default_taps(target.num_layers, 5)
+    kinds = (FULL,) * num_layers if window is None else (SLIDING,) * (num_layers - 1) + (FULL,)
+    return DraftConfig(
+        hidden_size=target.hidden_size,
+        num_layers=num_layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=target.intermediate_size,
+        vocab_size=target.vocab_size,
+        rope=RopeConfig(target.rope.theta),
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        taps=taps,
+        num_target_layers=target.num_layers,
+        rms_norm_eps=target.rms_norm_eps,
+        layer_types=kinds,
+        sliding_window=window,
+        max_positions=target.max_positions,
+    )
 
 
 def _random(abstract: Mapping[str, Any], rng: np.random.Generator, dtype: np.dtype) -> dict[str, Any]:

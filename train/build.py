@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from dflash_jax import drafts, pair
-from dflash_jax.config import FULL, SLIDING, ConfigError, DraftConfig, RopeConfig, default_taps
+from dflash_jax.config import ConfigError, DraftConfig
 from dflash_jax.drafts import DFlash
 from dflash_jax.tokenizer import ByteTokenizer
 from dflash_jax.weights import hf
@@ -38,30 +38,14 @@ def load_target(settings: Settings) -> pair.Target:
 
 def draft_config(settings: Settings, target: pair.Target) -> DraftConfig:
     """Raises ConfigError where the settings do not fit the target."""
-    model, c = settings.model, target.config
-    taps = model.taps
-    if taps is None:
-        taps = default_taps(c.num_layers, 5) if c.num_layers >= 8 else tuple(range(c.num_layers))
-    kinds = (FULL,) * model.layers
-    if model.window is not None:
-        kinds = (SLIDING,) * (model.layers - 1) + (FULL,)
-    return DraftConfig(
-        hidden_size=c.hidden_size,
+    model = settings.model
+    return pair.draft_shape(
+        target.config,
         num_layers=model.layers,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        intermediate_size=c.intermediate_size,
-        vocab_size=c.vocab_size,
-        rope=RopeConfig(c.rope.theta),
         block_size=model.block_size,
         mask_token_id=mask_token(settings, target),
-        taps=taps,
-        num_target_layers=c.num_layers,
-        rms_norm_eps=c.rms_norm_eps,
-        layer_types=kinds,
-        sliding_window=model.window,
-        max_positions=c.max_positions,
+        taps=model.taps,
+        window=model.window,
     )
 
 
