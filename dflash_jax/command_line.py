@@ -76,7 +76,8 @@ def flags(kind: type[T], program: str, arguments: list[str], default: T | None =
     except SystemExit as exit:
         if not exit.code:
             raise
-        said = first_sentence(shown.getvalue())
+        # tyro's words around what a settings class itself refused
+        said = re.sub(r"^Error parsing ([\w.-]+): ", r"\1: ", first_sentence(shown.getvalue()))
         known = list(_names(kind if default is None else default))
         unknown = [word for word in re.findall(r"--[\w.-]+", said) if word not in known]
         hint = nearest(unknown[0], known) if unknown else ""

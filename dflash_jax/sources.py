@@ -98,7 +98,7 @@ def _place(place: Place, name: str) -> Source:
         path = shortnames.ROOT / place.path
         if place.path.startswith("runs/") and not path.exists():
             raise ConfigError(
-                f"{path}: does not exist yet: `python -m train` makes it (see configs/{name}.toml)"
+                f"{path}: does not exist yet: `python -m train target --config {name}` makes it"
             )
         return Source(name, _checked(path))
     if place.repo:
