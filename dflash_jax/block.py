@@ -22,6 +22,7 @@ class Block:
     depth      [B, T] i32   number of proper ancestors: position = length + depth
     ancestors  [B, T, T] bool   [i, j]: j is i or an ancestor of i
     valid      [B, T] bool  False for padding, which no other node sees and which is never committed
+    chain      static: known to be a chain, which a long recurrence can use (gated_delta.py)
     """
 
     tokens: Array
@@ -29,6 +30,7 @@ class Block:
     depth: Array
     ancestors: Array
     valid: Array
+    chain: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def size(self) -> int:
@@ -45,6 +47,7 @@ def chain_block(tokens: Int[Array, "B T"], valid: Bool[Array, "B T"] | None = No
         depth=jnp.broadcast_to(steps, (batch, size)),
         ancestors=jnp.broadcast_to(jnp.tri(size, dtype=bool), (batch, size, size)),
         valid=jnp.ones((batch, size), bool) if valid is None else valid,
+        chain=True,
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+RECURRENT = "linear_attention"  # Hugging Face's name for gated delta layers
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -65,18 +66,15 @@ class RopeConfig:
             )
 
 
-def _check_shape(config: TargetConfig | DraftConfig, what: str) -> None:
-    for field in (
-        "hidden_size",
-        "num_layers",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "intermediate_size",
-        "vocab_size",
-    ):
+def _check_positive(config: object, what: str, fields: tuple[str, ...]) -> None:
+    for field in fields:
         value = getattr(config, field)
         _require(value > 0, f"{what} {field} is {value}: it must be positive")
+
+
+def _check_shape(config: TargetConfig | DraftConfig, what: str, kinds: tuple[str, ...]) -> None:
+    sizes = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+    _check_positive(config, what, (*sizes, "intermediate_size"))
     _require(
         config.num_heads % config.num_kv_heads == 0,
         f"{what} has {config.num_heads} query heads over {config.num_kv_heads} key/value heads: "
@@ -88,16 +86,72 @@ def _check_shape(config: TargetConfig | DraftConfig, what: str) -> None:
         f"{what} names {len(config.layer_types)} layer types for {config.num_layers} layers",
     )
     for kind in config.layer_types:
-        _require(kind in (FULL, SLIDING), f"{what} layer type '{kind}' is not supported")
+        _require(kind in kinds, f"{what} layer type '{kind}' is not supported")
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """The gated delta layers of a hybrid target (arXiv 2412.06464; Qwen3.5).
+
+    key_heads, key_dim: of queries and keys. value_heads: a multiple of key_heads; value head h reads key
+    head h // (value_heads / key_heads). conv_width: taps of the causal convolution over q, k and v.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int = 4
+
+    def __post_init__(self) -> None:
+        sizes = ("key_heads", "value_heads", "key_dim", "value_dim")
+        _check_positive(self, "gated delta layers:", sizes)
+        _require(
+            self.value_heads % self.key_heads == 0,
+            f"gated delta layers have {self.value_heads} value heads over {self.key_heads} key heads: "
+            "not a multiple",
+        )
+        _require(self.conv_width >= 2, f"gated delta layers: conv_width is {self.conv_width}: at least 2")
+
+    @property
+    def channels(self) -> int:
+        """Width of the convolution: queries, keys and values side by side."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Routed experts in place of a layer's MLP.
+
+    per_token: experts that a token uses. intermediate_size: of one expert. shared_intermediate_size: of
+    the expert that every token uses (0: none). normalise: the weights of a token's experts sum to 1.
+    layers: which layers are routed; the others have the dense MLP.
+    """
+
+    experts: int
+    per_token: int
+    intermediate_size: int
+    layers: tuple[bool, ...]
+    shared_intermediate_size: int = 0
+    normalise: bool = True
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "mixture of experts:", ("experts", "per_token", "intermediate_size"))
+        _require(
+            self.per_token <= self.experts,
+            f"mixture of experts: {self.per_token} experts per token of {self.experts}",
+        )
 
 
 @dataclass(frozen=True)
 class TargetConfig:
     """A target model. `family` picks the module (dflash_jax.targets.FAMILIES).
 
-    layer_types: one of FULL, SLIDING per layer. sliding_window: positions a SLIDING layer sees
-    (key visible iff query - key < window), None when no layer has one.
+    layer_types: one of FULL, SLIDING, RECURRENT per layer; at least one layer has attention.
+    sliding_window: positions a SLIDING layer sees (key visible iff query - key < window), None when no
+    layer has one. rotary_dim: leading dimensions of a head that rotate (default: all).
     attention_bias: biases on q, k and v; attention_out_bias on o; mlp_bias on gate, up and down.
+    recurrent: the shape of RECURRENT layers; moe: of routed MLPs; None where there are none.
     """
 
     family: str
@@ -117,11 +171,30 @@ class TargetConfig:
     layer_types: tuple[str, ...] = ()
     sliding_window: int | None = None
     max_positions: int = 0
+    rotary_dim: int = 0
+    recurrent: RecurrentConfig | None = None
+    moe: MoeConfig | None = None
 
     def __post_init__(self) -> None:
         if not self.layer_types:
             object.__setattr__(self, "layer_types", (FULL,) * self.num_layers)
-        _check_shape(self, f"target ({self.family})")
+        if not self.rotary_dim:
+            object.__setattr__(self, "rotary_dim", self.head_dim)
+        _check_shape(self, f"target ({self.family})", (FULL, SLIDING, RECURRENT))
+        _require(
+            self.rotary_dim % 2 == 0 and 0 < self.rotary_dim <= self.head_dim,
+            f"target rotary_dim is {self.rotary_dim}: an even part of the {self.head_dim} of a head is needed",
+        )
+        _require(
+            set(self.layer_types) != {RECURRENT}, "target has no attention layer: at least one is needed"
+        )
+        if RECURRENT in self.layer_types:
+            _require(self.recurrent is not None, "target has linear_attention layers of no stated shape")
+        if self.moe is not None:
+            _require(
+                len(self.moe.layers) == self.num_layers,
+                f"target says of {len(self.moe.layers)} layers whether they are routed, it has {self.num_layers}",
+            )
         if SLIDING in self.layer_types:
             _require(bool(self.sliding_window), "target has sliding layers but no sliding_window")
 
@@ -135,6 +208,10 @@ class TargetConfig:
         fields["rope"] = {"theta": self.rope.theta}
         fields.pop("max_positions")
         fields["rms_norm_eps"] = float(f"{self.rms_norm_eps:.6g}")
+        # what a model does not have does not count, so that dense models keep the hash of earlier versions
+        fields = {key: value for key, value in fields.items() if value is not None or key == "sliding_window"}
+        if self.rotary_dim == self.head_dim:
+            fields.pop("rotary_dim")
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -187,7 +264,7 @@ class DraftConfig:
             object.__setattr__(self, "layer_types", (FULL,) * self.num_layers)
         if not self.causal:
             object.__setattr__(self, "causal", tuple(kind == SLIDING for kind in self.layer_types))
-        _check_shape(self, "draft")
+        _check_shape(self, "draft", (FULL, SLIDING))
         _require(
             len(self.causal) == self.num_layers,
             f"draft names causality for {len(self.causal)} of {self.num_layers} layers",

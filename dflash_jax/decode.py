@@ -25,16 +25,44 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dflash_jax.block import Block, chain_block
 from dflash_jax.buckets import bucket, check_prompts, chunks_of, prefixes, stop_array
-from dflash_jax.cache import DraftCache, TargetCache, Trail, commit, draft_cache, grow, prefix, target_cache
+from dflash_jax.cache import (
+    DraftCache,
+    TargetCache,
+    Trail,
+    commit,
+    draft_cache,
+    grow,
+    join_trails,
+    pad_trail,
+    prefix,
+    target_cache,
+)
 from dflash_jax.config import ConfigError, check_block_size
 from dflash_jax.generation import Generation, finish
 from dflash_jax.policy import Fixed
-from dflash_jax.sampling import Acceptance, Sampling, accept, choose, most_likely, propose_samples, sampling
-from dflash_jax.state import AUTOREGRESSIVE, LENGTH, RUNNING, STOP, Models, Options, RoundState, RoundTrace
+from dflash_jax.prefill import (
+    alike,
+    begin,
+    embed_chunk,
+    extend_chunk,
+    last_logits,
+    layer_chunk,
+    whole_chunk,
+)
+from dflash_jax.sampling import (
+    Acceptance,
+    Sampling,
+    accept,
+    log_probability,
+    most_likely,
+    propose_samples,
+    sampling,
+)
+from dflash_jax.state import AUTOREGRESSIVE, Models, Options, RoundState, RoundTrace, cut, emit
 from dflash_jax.targets import TargetOutput
 
 
@@ -56,7 +84,7 @@ class Verified:
 def round(models: Models, state: RoundState, options: Options) -> tuple[RoundState, RoundTrace]:
     """Propose, verify, accept, commit. One of a few compiled (block size, cache prefix) pairs runs."""
     _check(models, state, options)
-    compiled = prefixes(state.target_cache.layers[0].slots, state.largest)
+    compiled = prefixes(state.target_cache.slots, state.largest)
     longest = jnp.max(jnp.where(state.done, 0, state.target_cache.length))
     shortest = jnp.sum(longest > jnp.asarray(compiled), dtype=jnp.int32)
     branch = options.policy.choose(state.policy) * len(compiled) + shortest
@@ -78,6 +106,8 @@ def _check(models: Models, state: RoundState, options: Options) -> None:
         raise ConfigError(
             f"block size {options.largest} does not fit: the state was allocated for {state.largest}"
         )
+    if options.rollback == "replay":
+        raise ConfigError("rollback 'replay' is a debugging mode: only generate_stepwise has it")
     if options.proposal == "sample" and state.sampling.greedy:
         raise ConfigError("proposal 'sample' needs a temperature above 0: greedy decoding has one answer")
     if models.draft is not None and options.largest > 1:
@@ -87,7 +117,7 @@ def _check(models: Models, state: RoundState, options: Options) -> None:
 def _read(models: Models, state: RoundState, options: Options, size: int, slots: int) -> Verified:
     """The forwards of a round over a prefix of the caches. Writes nothing."""
     block, draft_probs = propose(models, state, options, size, slots)
-    output = verify(models, state, block, slots)
+    output = verify(models, state, block, slots, options)
     return _judge(state, block, output, draft_probs, options)
 
 
@@ -99,11 +129,11 @@ def propose(
     if size == 1 or models.draft is None:
         return chain_block(anchor), None
     with jax.named_scope("propose"):
-        draft, head = models.draft, partial(_target, models, method="head")
+        draft, head = models.draft, partial(models.run_target, method="head")
         masks = jnp.full((anchor.shape[0], size - 1), draft.config.mask_token_id, jnp.int32)
-        embeddings = _target(models, jnp.concatenate([anchor, masks], axis=1), method="embed")
+        embeddings = models.run_target(jnp.concatenate([anchor, masks], axis=1), method="embed")
         context = prefix(state.draft_cache, slots)
-        hidden = _draft(models, context, embeddings, method="propose")
+        hidden = models.run_draft(context, embeddings, method="propose")
         logits = draft.logits(hidden, head)
         if options.proposal == "sample":
             positions = state.target_cache.length[:, None] + jnp.arange(1, size)[None]
@@ -113,19 +143,12 @@ def propose(
     return chain_block(jnp.concatenate([anchor, candidates], axis=1)), probs
 
 
-def verify(models: Models, state: RoundState, block: Block, slots: int) -> TargetOutput:
+def verify(models: Models, state: RoundState, block: Block, slots: int, options: Options) -> TargetOutput:
     """The target's view of every node of the block, in one forward."""
     with jax.named_scope("verify"):
-        return _target(models, block, prefix(state.target_cache, slots), models.taps)
-
-
-def _target(models: Models, *args: Any, **kwargs: Any) -> Any:
-    return models.target.apply({"params": models.target_params}, *args, **kwargs)
-
-
-def _draft(models: Models, *args: Any, method: str) -> Any:
-    assert models.draft is not None
-    return models.draft.apply({"params": models.draft_params}, *args, method=method)
+        cache = prefix(state.target_cache, slots)
+        remember = "states" if options.rollback == "states" else "tape"
+        return models.run_target(block, cache, models.taps, trail=remember)
 
 
 def _judge(
@@ -137,16 +160,16 @@ def _judge(
     logprobs = jnp.zeros(accepted.tokens.shape, jnp.float32)
     if options.logprobs:
         rows = jnp.take_along_axis(output.logits, accepted.path[:, :, None], axis=1)
-        logprobs = _log_probability(rows, accepted.tokens)
+        logprobs = log_probability(rows, accepted.tokens)
     wide = partial(_pad_rows, rows=options.largest - block.size)
     return Verified(
         block=Block(wide(block.tokens), wide(block.parents), wide(block.depth),
-                    wide(wide(block.ancestors), axis=2), wide(block.valid)),
+                    wide(wide(block.ancestors), axis=2), wide(block.valid), block.chain),
         acceptance=Acceptance(wide(accepted.path), accepted.count, wide(accepted.tokens),
                               wide(accepted.choices)),
         logprobs=wide(logprobs),
         features=wide(output.features),
-        trail=jax.tree.map(partial(wide, axis=2), output.trail),
+        trail=pad_trail(output.trail, options.largest - block.size),
         size=jnp.asarray(block.size, jnp.int32),
     )  # fmt: skip
 
@@ -155,30 +178,25 @@ def _pad_rows(x: Array, rows: int, axis: int = 1) -> Array:
     return jnp.pad(x, [(0, rows if i == axis else 0) for i in range(x.ndim)]) if rows else x
 
 
-def _log_probability(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2)[..., 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
-
-
 def _write(
     models: Models, state: RoundState, verified: Verified, options: Options, counted: bool = True
 ) -> tuple[RoundState, RoundTrace]:
     """The rest of a round: cut at a stop token or the budget, commit the path, emit its tokens."""
     accepted = verified.acceptance
-    kept, reason = _cut(state, accepted.tokens, accepted.count)
+    kept, reason = cut(state, accepted.tokens, accepted.count)
     last = jnp.take_along_axis(accepted.tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
     cache = commit(state.target_cache, verified.trail, accepted.path, kept)
     context = state.draft_cache
     if models.draft is not None:
         features = jnp.take_along_axis(verified.features, accepted.path[:, :, None], axis=1)
-        context = _draft(models, context, features, kept, method="extend")
+        context = models.run_draft(context, features, kept, method="extend")
     state = dataclasses.replace(
         state,
         target_cache=cache,
         draft_cache=context,
         anchor=jnp.where(kept > 0, last, state.anchor),
-        tokens=_emit(state.tokens, accepted.tokens, state.emitted),
-        logprobs=_emit(state.logprobs, verified.logprobs, state.emitted),
+        tokens=emit(state.tokens, accepted.tokens, state.emitted),
+        logprobs=emit(state.logprobs, verified.logprobs, state.emitted),
         emitted=state.emitted + kept,
         reason=reason,
     )
@@ -191,27 +209,6 @@ def _write(
             policy=options.policy.update(state.policy, kept),
         )
     return state, RoundTrace(verified.block, accepted, kept)
-
-
-def _cut(
-    state: RoundState, tokens: Int[Array, "B T"], count: Int[Array, " B"]
-) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """How many of the new tokens each row keeps, and why it ends. A row that is done keeps none."""
-    index = jnp.arange(tokens.shape[1])[None]
-    stop = (tokens[:, :, None] == state.stops[None, None, :]).any(-1) & (index < count[:, None])
-    first_stop = jnp.where(stop.any(-1), jnp.argmax(stop, axis=-1), tokens.shape[1])
-    room = state.limit - state.emitted
-    kept = jnp.minimum(jnp.minimum(count, first_stop + 1), room)
-    kept = jnp.where(state.done, 0, kept).astype(jnp.int32)
-    ended = jnp.where(first_stop < kept, STOP, jnp.where(kept == room, LENGTH, RUNNING))
-    return kept, jnp.where(state.done, state.reason, ended.astype(jnp.int32))
-
-
-def _emit(buffer: Array, new: Array, at: Int[Array, " B"]) -> Array:
-    """new[b] written at at[b]; what exceeds a row's count is overwritten by its next round."""
-    return jax.vmap(lambda row, values, start: lax.dynamic_update_slice(row, values, (start,)))(
-        buffer, new, at
-    )
 
 
 # --- the loops ----------------------------------------------------------------------------------------
@@ -234,7 +231,7 @@ def generate_autoregressive(models: Models, state: RoundState, logprobs: bool = 
 
 round_step = jax.jit(round, static_argnames="options")
 propose_step = jax.jit(propose, static_argnames=("options", "size", "slots"))
-verify_step = jax.jit(verify, static_argnames="slots")
+verify_step = jax.jit(verify, static_argnames=("slots", "options"))
 judge_step = jax.jit(_judge, static_argnames="options")
 write_step = jax.jit(_write, static_argnames=("options", "counted"))
 commit_step = jax.jit(commit)
@@ -255,14 +252,17 @@ def generate_stepwise(
     verify "sequential": one-row forwards along the chain, the debugging reference of batched verify.
     bonus "explicit": the round's last token is forwarded at once; that adds a forward (and the
     token it yields), not a count to tau.
+    options.rollback "replay": the old cache is the snapshot, and the accepted tokens are forwarded
+    again one by one, the debugging reference of selection.
     """
     chooser, p = policy, policy.init() if policy is not None else None
+    replays = options.rollback == "replay"
+    options = dataclasses.replace(options, rollback="tape") if replays else options
     while not bool(jnp.all(state.done)):
-        now = options
+        now, before = options, state
         if chooser is not None:
-            now = Options(
-                Fixed(int(chooser.sizes[int(chooser.choose(p))])), options.proposal, options.logprobs
-            )
+            size = int(chooser.sizes[int(chooser.choose(p))])
+            now = dataclasses.replace(options, policy=Fixed(size))
             state = dataclasses.replace(state, policy=())
         if verify == "sequential":
             state, trace = _sequential_round(models, state, now)
@@ -270,37 +270,53 @@ def generate_stepwise(
             state, trace = round_step(models, state, now)
         if chooser is not None:
             p = chooser.update(p, trace.kept)
+        state = _replayed(models, before, state, trace, options) if replays else state
         yield state, trace
         if bonus == "explicit" and not bool(jnp.all(state.done)):
+            before = state
             state, trace = _bonus(models, state, options)
+            state = _replayed(models, before, state, trace, options) if replays else state
             yield state, trace
 
 
 def _sequential_round(models: Models, state: RoundState, options: Options) -> tuple[RoundState, RoundTrace]:
-    slots = state.target_cache.layers[0].slots
+    slots = state.target_cache.slots
     size = options.policy.sizes[int(options.policy.choose(state.policy))]
     block, draft_probs = propose_step(models, state, options, size, slots)
     step = state
     outputs: list[TargetOutput] = []
     for i in range(block.size):
-        output = verify_step(models, step, chain_block(block.tokens[:, i : i + 1]), slots)
+        output = verify_step(models, step, chain_block(block.tokens[:, i : i + 1]), slots, options)
         ones = jnp.ones(block.tokens.shape[0], jnp.int32)
         cache = commit_step(step.target_cache, output.trail, ones[:, None] * 0, ones)
         step = dataclasses.replace(step, target_cache=cache)
         outputs.append(output)
     logits = jnp.concatenate([o.logits for o in outputs if o.logits is not None], axis=1)
     features = jnp.concatenate([o.features for o in outputs], axis=1)
-    trail = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=2), *[o.trail for o in outputs])
-    output = TargetOutput(logits, features, trail)
+    output = TargetOutput(logits, features, join_trails([o.trail for o in outputs]))
     return write_step(models, state, judge_step(state, block, output, draft_probs, options), options)
 
 
 def _bonus(models: Models, state: RoundState, options: Options) -> tuple[RoundState, RoundTrace]:
-    slots = state.target_cache.layers[0].slots
+    slots = state.target_cache.slots
     block, _ = propose_step(models, state, options, 1, slots)
-    output = verify_step(models, state, block, slots)
+    output = verify_step(models, state, block, slots, options)
     verified = judge_step(state, block, output, None, options)
     return write_step(models, state, verified, options, counted=False)
+
+
+def _replayed(
+    models: Models, before: RoundState, after: RoundState, trace: RoundTrace, options: Options
+) -> RoundState:
+    """`after` with the cache that forwarding the kept tokens one by one from `before` gives."""
+    tokens = jnp.take_along_axis(trace.block.tokens, trace.acceptance.path, axis=1)
+    step, slots = before, before.target_cache.slots
+    for i in range(int(trace.kept.max())):
+        output = verify_step(models, step, chain_block(tokens[:, i : i + 1]), slots, options)
+        count = (trace.kept > i).astype(jnp.int32)
+        cache = commit_step(step.target_cache, output.trail, jnp.zeros_like(tokens[:, :1]), count)
+        step = dataclasses.replace(step, target_cache=cache)
+    return dataclasses.replace(after, target_cache=step.target_cache)
 
 
 # --- starting, continuing, reading ----------------------------------------------------------------------
@@ -316,13 +332,16 @@ def prefill(
     seeds: Sequence[int] | None = None,
     stop_ids: Sequence[int] = (),
     chunk_size: int = 512,
+    order: Literal["tokens", "layers"] = "tokens",
     capacity: int | None = None,
     state: RoundState | None = None,
 ) -> RoundState:
     """Run the prompts through the target and emit the first token of each row.
 
     Chunks of at most chunk_size positions are chain blocks that are committed whole; any chunk size
-    gives the same caches. Rows may differ in length and budget. capacity: positions to allocate for
+    gives the same caches. order: "tokens" takes each chunk through all layers; "layers" takes all chunks
+    through one layer before the next, and holds the whole prompt's residuals for that: B * prompt * (1 +
+    taps) * D values. Rows may differ in length and budget. capacity: positions to allocate for
     prompt + budget (default: the next bucket), so that later calls of the same capacity do not
     compile again. state: continue this generation: its caches hold the conversation so far, prompts
     are what follows, and its anchor (emitted, not yet in a cache) goes first. `state` is not changed.
@@ -349,7 +368,8 @@ def prefill(
     chunks = chunks_of(start, lengths, chunk_size)
     end = max(int(at.max()) + width for _, width, at in chunks)
     slots = max(bucket(capacity or needed) + options.largest, end)
-    target, draft, logits = _run_chunks(models, rows, chunks, *_caches(models, state, len(rows), slots))
+    run = _run_chunks if order == "tokens" else _run_layers
+    target, draft, logits = run(models, rows, chunks, *_caches(models, state, len(rows), slots))
     if state is not None:
         how = how or state.sampling
         seeds = np.asarray(state.seeds).tolist() if seeds is None else seeds
@@ -379,19 +399,70 @@ def _run_chunks(
     target: TargetCache,
     draft: DraftCache | None,
 ) -> tuple[TargetCache, DraftCache | None, Float[Array, "B 1 V"]]:
-    """All chunks through all layers, one after the other; each reads the prefix that it needs."""
-    lengths = np.array([len(row) for row in rows])
-    slots = target.layers[0].slots
+    """Token-segmented: all layers for one chunk after the other; each reads the prefix that it needs."""
+    slots = target.slots
     logits = jnp.zeros((len(rows), 1, models.target.config.vocab_size), jnp.float32)
     for first, width, at in chunks:
-        tokens = np.zeros((len(rows), width), np.int32)
-        for b, row in enumerate(rows):
-            part = row[first : first + width]
-            tokens[b, : len(part)] = part
-        count = np.clip(lengths - first, 0, width).astype(np.int32)
-        read = next(n for n in (0, *prefixes(slots)) if n >= at.max())
-        target, draft, logits = _prefill_chunk(models, target, draft, logits, tokens, count, read)
+        tokens, count = _cut_chunk(rows, first, width)
+        target, draft, logits = _whole_chunk(
+            models, target, draft, logits, tokens, count, _readable(at, slots)
+        )
     return target, draft, logits
+
+
+def _run_layers(
+    models: Models,
+    rows: list[list[int]],
+    chunks: list[tuple[int, int, np.ndarray]],
+    target: TargetCache,
+    draft: DraftCache | None,
+) -> tuple[TargetCache, DraftCache | None, Float[Array, "B 1 V"]]:
+    """Layer-segmented: all chunks for one layer after the other."""
+    cut = [_cut_chunk(rows, first, width) for first, width, _ in chunks]
+    streams = [_embed_chunk(models, tokens, count) for tokens, count in cut]
+    tapped: dict[int, list[Array]] = {}
+    layers = []
+    for i, like in enumerate(alike(models.target.config)):
+        layer, params = target.layers[i], models.target_params[f"layers_{i}"]
+        for n, ((_, _, at), (_, count)) in enumerate(zip(chunks, cut, strict=True)):
+            streams[n], layer = _layer_chunk(
+                models.target, like, params, streams[n], layer,
+                jnp.asarray(at, jnp.int32), count, _readable(at, target.slots),
+            )  # fmt: skip
+        layers.append(layer)
+        if i in models.taps:
+            tapped[i] = list(streams)
+    logits = jnp.zeros((len(rows), 1, models.target.config.vocab_size), jnp.float32)
+    length = target.length
+    for n, (_, count) in enumerate(cut):
+        logits, length = _last_logits(models, streams[n], count, logits), length + count
+        if draft is not None:
+            features = jnp.concatenate([tapped[i][n] for i in models.taps], axis=-1)
+            draft = _extend_chunk(models, draft, features, count)
+    return TargetCache(tuple(layers), length), draft, logits
+
+
+def _cut_chunk(rows: list[list[int]], first: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B, width] and how many of each row are the prompt's."""
+    tokens = np.zeros((len(rows), width), np.int32)
+    for b, row in enumerate(rows):
+        part = row[first : first + width]
+        tokens[b, : len(part)] = part
+    count = np.clip(np.array([len(row) for row in rows]) - first, 0, width).astype(np.int32)
+    return tokens, count
+
+
+def _readable(at: np.ndarray, slots: int) -> int:
+    """The compiled prefix that covers what is committed."""
+    return next(n for n in (0, *prefixes(slots)) if n >= at.max())
+
+
+_whole_chunk = jax.jit(whole_chunk, static_argnames="slots", donate_argnames=("target", "draft", "logits"))
+_embed_chunk = jax.jit(embed_chunk)
+_layer_chunk = jax.jit(layer_chunk, static_argnames=("target", "index", "slots"), donate_argnames="cache")
+_last_logits = jax.jit(last_logits, donate_argnames="logits")
+_extend_chunk = jax.jit(extend_chunk, donate_argnames="draft")
+_begin = jax.jit(begin, static_argnames=("options", "budget"), donate_argnames=("target", "draft"))
 
 
 def _caches(
@@ -409,68 +480,6 @@ def _caches(
     if models.draft is None:
         return target, None
     return target, draft_cache(models.draft.config, batch, slots, dtype)
-
-
-@partial(jax.jit, static_argnames="slots", donate_argnames=("target", "draft", "logits"))
-def _prefill_chunk(
-    models: Models,
-    target: TargetCache,
-    draft: DraftCache | None,
-    logits: Float[Array, "B 1 V"],
-    tokens: Int[Array, "B T"],
-    count: Int[Array, " B"],
-    slots: int,
-) -> tuple[TargetCache, DraftCache | None, Float[Array, "B 1 V"]]:
-    """Commit count[b] rows of the chunk; logits keeps those of each row's last position so far."""
-    steps = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    block = chain_block(tokens, valid=steps < count[:, None])
-    output = _target(models, block, prefix(target, slots), models.taps, logits="last")
-    if models.draft is not None:
-        draft = _draft(models, draft, output.features, count, method="extend")
-    logits = jnp.where((count > 0)[:, None, None], output.logits, logits)
-    return commit(target, output.trail, steps, count), draft, logits
-
-
-@partial(jax.jit, static_argnames=("options", "budget"), donate_argnames=("target", "draft"))
-def _begin(
-    target: TargetCache,
-    draft: DraftCache | None,
-    logits: Float[Array, "B 1 V"],
-    limit: Int[Array, " B"],
-    seeds: Int[Array, " B"],
-    stops: Int[Array, " n"],
-    how: Sampling,
-    options: Options,
-    budget: int,
-) -> RoundState:
-    batch = limit.shape[0]
-    anchor = choose(logits, how, seeds, target.length[:, None])
-    logprobs = _log_probability(logits, anchor) if options.logprobs else jnp.zeros((batch, 1))
-    state = RoundState(
-        target_cache=target,
-        draft_cache=draft,
-        anchor=anchor[:, 0],
-        tokens=jnp.zeros((batch, budget + options.largest), jnp.int32),
-        logprobs=jnp.zeros((batch, budget + options.largest), jnp.float32),
-        emitted=jnp.zeros(batch, jnp.int32),
-        limit=limit,
-        committed=jnp.zeros((batch, budget), jnp.int32),
-        sizes=jnp.zeros(budget, jnp.int32),
-        rounds=jnp.zeros((), jnp.int32),
-        reason=jnp.full(batch, RUNNING, jnp.int32),
-        seeds=seeds,
-        stops=stops,
-        policy=options.policy.init(),
-        sampling=how,
-    )
-    kept, reason = _cut(state, anchor, jnp.ones(batch, jnp.int32))
-    return dataclasses.replace(
-        state,
-        tokens=_emit(state.tokens, anchor, state.emitted),
-        logprobs=_emit(state.logprobs, logprobs, state.emitted),
-        emitted=kept,
-        reason=reason,
-    )
 
 
 def complete(

@@ -235,3 +235,9 @@ def _reject(
     weights = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, p)
     own = _draw(weights, uniforms(seeds, positions, _RESIDUAL))
     return _acceptance(block, on_path, own)
+
+
+def log_probability(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """Of the given tokens under the unfiltered distribution."""
+    chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2)[..., 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)

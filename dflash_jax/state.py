@@ -6,8 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array
+from jax import lax
+from jaxtyping import Array, Int
 
 from dflash_jax.block import Block
 from dflash_jax.cache import DraftCache, TargetCache
@@ -35,6 +38,13 @@ class Models:
     def without_draft(self) -> Models:
         return dataclasses.replace(self, draft=None, draft_params=None)
 
+    def run_target(self, *args: Any, **kwargs: Any) -> Any:
+        return self.target.apply({"params": self.target_params}, *args, **kwargs)
+
+    def run_draft(self, *args: Any, method: str) -> Any:
+        assert self.draft is not None
+        return self.draft.apply({"params": self.draft_params}, *args, method=method)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -42,11 +52,14 @@ class Options:
 
     policy: block sizes (anchor included). proposal: candidates are the draft's argmax (matching), or
     samples of it (rejection; needs temperature > 0). logprobs: keep log p of every emitted token.
+    rollback: what a verify remembers of recurrent layers, so that any node can be committed: a "tape" or
+    all "states"; "replay" remembers nothing and forwards the accepted tokens again (stepwise loop only).
     """
 
     policy: Policy
     proposal: Literal["argmax", "sample"] = "argmax"
     logprobs: bool = False
+    rollback: Literal["tape", "states", "replay"] = "tape"
 
     @property
     def largest(self) -> int:
@@ -102,3 +115,24 @@ class RoundTrace:
     block: Block
     acceptance: Acceptance
     kept: Array
+
+
+def cut(
+    state: RoundState, tokens: Int[Array, "B T"], count: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """How many of the new tokens each row keeps, and why it ends. A row that is done keeps none."""
+    index = jnp.arange(tokens.shape[1])[None]
+    stop = (tokens[:, :, None] == state.stops[None, None, :]).any(-1) & (index < count[:, None])
+    first_stop = jnp.where(stop.any(-1), jnp.argmax(stop, axis=-1), tokens.shape[1])
+    room = state.limit - state.emitted
+    kept = jnp.minimum(jnp.minimum(count, first_stop + 1), room)
+    kept = jnp.where(state.done, 0, kept).astype(jnp.int32)
+    ended = jnp.where(first_stop < kept, STOP, jnp.where(kept == room, LENGTH, RUNNING))
+    return kept, jnp.where(state.done, state.reason, ended.astype(jnp.int32))
+
+
+def emit(buffer: Array, new: Array, at: Int[Array, " B"]) -> Array:
+    """new[b] written at at[b]; what exceeds a row's count is overwritten by its next round."""
+    return jax.vmap(lambda row, values, start: lax.dynamic_update_slice(row, values, (start,)))(
+        buffer, new, at
+    )

@@ -65,7 +65,8 @@ def generate(flags: Generate, screen: Screen) -> int:
     text = read_prompt(flags)
     if flags.trace:
         check_writable(flags.trace)
-    wanted = settings(flags, verify=flags.verify, bonus=flags.bonus, logprobs=flags.logprobs)
+    own = ("verify", "bonus", "rollback", "prefill", "logprobs")
+    wanted = settings(flags, **{name: getattr(flags, name) for name in own})
     session = open_session(flags)
     trace = Trace(session.pair) if flags.trace else None
 

@@ -88,6 +88,14 @@ class _Output:
     bonus: Literal["implicit", "explicit"] = "implicit"
     """explicit: forward a round's last token at once (slow)."""
 
+    rollback: Literal["tape", "states", "replay"] = "tape"
+    """What a verify keeps of recurrent layers (hybrid targets): a tape, or the state after every token. replay:
+    keep nothing and forward the accepted tokens again, the debugging reference (slow)."""
+
+    prefill: Literal["tokens", "layers"] = "tokens"
+    """tokens: each chunk of the prompt through all layers; layers: all chunks through one layer, then the
+    next (keeps the whole prompt's hidden states)."""
+
     logprobs: bool = False
     """Also give the log-probability of every token (of the target, before temperature and filters)."""
 

@@ -126,6 +126,7 @@ class Session:
                 seeds=[(settings.seed + b) % 2**31 for b in range(len(rows))],
                 stop_ids=self.pair.target.stop_ids,
                 chunk_size=settings.chunk_size,
+                order=settings.prefill,
                 capacity=capacity,
                 state=after,
             )

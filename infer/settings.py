@@ -23,7 +23,8 @@ class Settings:
     block_size: anchor included; None is the pair's. policy None is the pair's. Raises ConfigError for
     values that no pair can use.
     temperature 0 is greedy; seed: row b of a batch uses seed + b.
-    verify, bonus: debugging modes of the stepwise loop. proposal: see dflash_jax.state.Options.
+    verify, bonus, rollback "replay": debugging modes of the stepwise loop. proposal, rollback: see
+    dflash_jax.state.Options. prefill: the order of decode.prefill.
     """
 
     max_new_tokens: int = 128
@@ -37,6 +38,8 @@ class Settings:
     chunk_size: int = 512
     verify: Literal["batched", "sequential"] = "batched"
     bonus: Literal["implicit", "explicit"] = "implicit"
+    rollback: Literal["tape", "states", "replay"] = "tape"
+    prefill: Literal["tokens", "layers"] = "tokens"
     proposal: Literal["argmax", "sample"] = "argmax"
     logprobs: bool = False
 
@@ -91,7 +94,7 @@ def plan(pair: Pair, settings: Settings, watched: tuple[str, ...] = ()) -> Plan:
     reasons = [f"{name} {value}" for name, value in _debugging(settings) if value]
     reasons += ["stop strings"] * bool(settings.stop)
     return Plan(
-        Options(policy, settings.proposal, settings.logprobs),
+        Options(policy, settings.proposal, settings.logprobs, settings.rollback),
         "ar" if pair.draft is None else "chain",
         (*reasons, *watched),
     )
@@ -101,6 +104,7 @@ def _debugging(settings: Settings) -> tuple[tuple[str, str], ...]:
     return (
         ("verify", settings.verify if settings.verify != "batched" else ""),
         ("bonus", settings.bonus if settings.bonus != "implicit" else ""),
+        ("rollback", settings.rollback if settings.rollback == "replay" else ""),
     )
 
 

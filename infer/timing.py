@@ -76,9 +76,9 @@ def stages(models: Models, prompt: Sequence[int], size: int, repeats: int) -> di
     """The stages of one round, each as a program of its own, from the state after the prompt."""
     options = Options(Fixed(size))
     state = decode.prefill(models, [prompt], options, max_new_tokens=64)
-    slots = next(n for n in prefixes(state.target_cache.layers[0].slots, size) if n >= len(prompt))
+    slots = next(n for n in prefixes(state.target_cache.slots, size) if n >= len(prompt))
     draft, (block, probs) = seconds(lambda: decode.propose_step(models, state, options, size, slots), repeats)
-    verify, output = seconds(lambda: decode.verify_step(models, state, block, slots), repeats)
+    verify, output = seconds(lambda: decode.verify_step(models, state, block, slots, options), repeats)
     accept, verified = seconds(lambda: decode.judge_step(state, block, output, probs, options), repeats)
     write, _ = seconds(lambda: decode.write_step(models, state, verified, options), repeats)
     whole, _ = seconds(lambda: decode.round_step(models, state, options), repeats)

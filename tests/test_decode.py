@@ -351,7 +351,7 @@ def test_no_trace_of_an_earlier_generation() -> None:
 
 
 def programs() -> list[int]:
-    return [f._cache_size() for f in (decode.generate, decode._prefill_chunk, decode._begin)]
+    return [f._cache_size() for f in (decode.generate, decode._whole_chunk, decode._begin)]
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -59,6 +59,17 @@ def test_any_chunk_size_gives_the_same_state(chunk_size: int) -> None:
     assert finish(generate(chunked)).tokens == autoregressive()
 
 
+@pytest.mark.parametrize("chunk_size", [1, 7, max(LENGTHS)])
+def test_layer_segmented_prefill_gives_the_same_state(chunk_size: int) -> None:
+    assert_same_run(start(chunk_size=chunk_size, order="layers"), start())
+
+
+def test_layer_segmented_prefill_continues_a_conversation() -> None:
+    first = generate(start(max_new_tokens=12))
+    second = start(MORE, max_new_tokens=20, state=first, seeds=None, order="layers", chunk_size=2)
+    assert_same_run(second, start(MORE, max_new_tokens=20, state=first, seeds=None))
+
+
 def test_a_prompt_in_a_batch_is_a_prompt_alone() -> None:
     """Padding of shorter rows is never committed nor seen."""
     together = start()
@@ -141,7 +152,7 @@ def test_a_prompt_that_fills_the_capacity() -> None:
     the spare slots and columns. A write that clamped would overwrite what is committed."""
     prompts = [[(3 * i + j * j) % VOCAB for j in range(64)] for i in range(8)]
     state = generate(start(prompts, max_new_tokens=64, capacity=128))
-    assert (state.target_cache.layers[0].slots, state.tokens.shape[1]) == (128 + C, 64 + C)
+    assert (state.target_cache.slots, state.tokens.shape[1]) == (128 + C, 64 + C)
     texts = [[*p, *out] for p, out in zip(prompts, finish(state).tokens, strict=True)]
     assert [len(text) for text in texts] == [128] * 8
     assert_caches_close(state, start([text[:-1] for text in texts], max_new_tokens=1))
@@ -154,12 +165,12 @@ def test_a_wide_last_chunk_fits() -> None:
     """The last 1 of 61 tokens is a chunk of 16 rows: it is allocated, whatever the capacity says."""
     prompt = [(3 * j) % VOCAB for j in range(61)]
     state = start([prompt] * 8, max_new_tokens=1, capacity=62, chunk_size=60)
-    assert state.target_cache.layers[0].slots == 60 + 16
+    assert state.target_cache.slots == 60 + 16
     assert_same_run(state, start([prompt] * 8, max_new_tokens=1))
 
 
 def test_one_token_too_many_is_an_error_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_prefill_chunk", None)
+    monkeypatch.setattr(decode, "_whole_chunk", None)
     prompts = [[1], [1] * 25]
     with pytest.raises(ConfigError, match="need 65 positions, but the capacity is 64"):
         decode.prefill(pair(), prompts, BLOCKS, max_new_tokens=40, capacity=64)
@@ -170,7 +181,7 @@ def test_long_contexts_read_longer_prefixes() -> None:
     prompt = [(3 * j + j * j) % VOCAB for j in range(246)]
     models, options = pair(), Options(Fixed(C))
     state = decode.prefill(models, [prompt], options, max_new_tokens=24, capacity=300)
-    assert prefixes(state.target_cache.layers[0].slots, C) == (256, 512 + C)
+    assert prefixes(state.target_cache.slots, C) == (256, 512 + C)
     state = decode.generate(models, state, options)
     text = [*prompt, *finish(state).tokens[0]]
     assert len(text) == 270
