@@ -16,7 +16,15 @@ from jaxtyping import Array, Float, Int
 from dflash_jax import drafts, targets
 from dflash_jax.buckets import bucket
 from dflash_jax.cache import DraftCache, KVCache, extend_context
-from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_jax.config import (
+    FULL,
+    RECURRENT,
+    DraftConfig,
+    MoeConfig,
+    RecurrentConfig,
+    RopeConfig,
+    TargetConfig,
+)
 from dflash_jax.drafts import DFlash
 from dflash_jax.state import Models
 
@@ -25,7 +33,9 @@ BLOCK = 8
 
 
 def target_config(family: str = "qwen3", **changes: Any) -> TargetConfig:
-    """Two layers, 4 query heads over 2 key/value heads, head size 16 on a hidden size of 32."""
+    """Two layers, 4 query heads over 2 key/value heads, head size 16 on a hidden size of 32. qwen3_5: four,
+    of which every second has attention, the others 6 value heads over 2 key heads; a quarter of a head
+    rotates. The MoE families: 2 of 5 experts a token, in qwen3_moe from the second layer on."""
     fields: dict[str, Any] = {
         "family": family,
         "hidden_size": 32,
@@ -39,6 +49,19 @@ def target_config(family: str = "qwen3", **changes: Any) -> TargetConfig:
         "tie_word_embeddings": family == "llama",
         "attention_bias": family == "qwen2",
     }
+    if family in ("qwen3_5", "qwen3_5_moe"):
+        layers = changes.get("num_layers", 4)
+        fields |= {
+            "num_layers": layers,
+            "layer_types": tuple(FULL if i % 2 else RECURRENT for i in range(layers)),
+            "rotary_dim": 4,
+            "recurrent": RecurrentConfig(key_heads=2, value_heads=6, key_dim=8, value_dim=10),
+        }
+    layers = changes.get("num_layers", fields["num_layers"])
+    if family == "qwen3_moe":
+        fields["moe"] = MoeConfig(5, 2, 12, (False,) + (True,) * (layers - 1), normalise=False)
+    if family == "qwen3_5_moe":
+        fields |= {"moe": MoeConfig(5, 2, 12, (True,) * layers, 20), "intermediate_size": 12}
     return TargetConfig(**(fields | changes))
 
 
@@ -68,21 +91,25 @@ def random_params(abstract: dict, seed: int = 0, gain: float = 3.0) -> dict:
     With the usual 0.02 a model repeats one token for ever. Unit embeddings and matrices of gain 3
     (of what keeps the variance) make the next token depend on all tokens before it: greedy outputs
     of the tiny targets have no period in 48 tokens. Norms are not 1 and biases not 0, so that
-    leaving one out shows.
+    leaving one out shows. Gated delta heads forget at rates from a few tokens to a few hundred.
     """
     rng = np.random.default_rng(seed)
+    # hybrid targets multiply by 1 + w, except in the norm within a delta layer
+    hybrid = any("linear_attn" in layer for layer in abstract.values())
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> Array:
         names = [entry.key for entry in path]
         values = rng.standard_normal(leaf.shape)
         if names[-1] == "bias":
             values = 0.3 * values
+        elif names[-1] == "A_log":
+            values = 1.5 * values - 3
         elif len(leaf.shape) == 1:
-            values = 1 + 0.2 * values
+            values = (0 if hybrid and "linear_attn" not in names else 1) + 0.2 * values
         elif names[0] == "lm_head":
-            values = 2 * values / np.sqrt(leaf.shape[1])
+            values = 2 * values / np.sqrt(leaf.shape[-1])
         elif names[0] != "embed_tokens":
-            values = gain * values / np.sqrt(leaf.shape[1])
+            values = gain * values / np.sqrt(leaf.shape[-1])
         return jnp.asarray(values, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(draw, abstract)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dflash_jax import drafts, targets, tokenizer
-from dflash_jax.cache import cache_bytes
-from dflash_jax.config import ConfigError, DraftConfig, RopeConfig, TargetConfig, check_pair
+from dflash_jax.cache import cache_bytes, trail_bytes
+from dflash_jax.config import RECURRENT, ConfigError, DraftConfig, RopeConfig, TargetConfig, check_pair
 from dflash_jax.pair import DTYPES, draft_config, target_config, weight_bytes
 from dflash_jax.sources import Source, find_draft, find_target
 from dflash_jax.weights import gguf, hf
@@ -16,6 +16,8 @@ from dflash_jax.weights.schema import ARCHITECTURE, architectures, folder_config
 Facts = list[tuple[str, str]]
 # What marks a draft of any kind, ours or one that its reader refuses by name.
 _DRAFT_KEYS = ("dflash_config", "speculators_model_type", "mask_token_id", "markov_rank")
+# Nodes of the verify whose trail is told: the block size of most drafts.
+_NODES = 16
 
 
 def run(name: str, target: str | None) -> int:
@@ -65,10 +67,10 @@ def _show(
 def target_facts(source: Source) -> tuple[Facts, list[str]]:
     config = target_config(source)
     abstract = targets.abstract_params(config)
-    facts: Facts = [("family", config.family), *_shapes(config)]
+    facts: Facts = [("family", config.family), *_shapes(config), *_recurrent(config), *_experts(config)]
     facts.append(("head", "the embedding (tied)" if config.tie_word_embeddings else "its own"))
     facts += _rope_and_length(config.rope, config.max_positions)
-    facts += _memory(config, abstract)
+    facts += [*_memory(config, abstract), *_trail(config)]
     facts.append(("config hash", config.hash()))
     problems: list[str] = []
 
@@ -169,7 +171,63 @@ def _rope_and_length(rope: RopeConfig, max_positions: int) -> Facts:
     ]
 
 
+def _recurrent(config: TargetConfig) -> Facts:
+    if (r := config.recurrent) is None:
+        return []
+    layers = sum(kind == RECURRENT for kind in config.layer_types)
+    return [
+        (
+            "recurrent",
+            f"{layers} of {config.num_layers} layers: {r.value_heads} value heads, {r.value_dim} wide, over "
+            f"{r.key_heads} key heads, {r.key_dim} wide; convolution of {r.conv_width}",
+        ),
+        ("rotates", f"{config.rotary_dim} of {config.head_dim} dimensions of a head"),
+    ]
+
+
+def _experts(config: TargetConfig) -> Facts:
+    if (m := config.moe) is None:
+        return []
+    shared = m.shared_intermediate_size
+    beside = f", and one of {shared} for every token" if shared else ""
+    where = f"{sum(m.layers)} of {config.num_layers} layers"
+    return [("experts", f"{m.experts} in {where}, {m.per_token} a token, MLP {m.intermediate_size}{beside}")]
+
+
 def _memory(config: TargetConfig | DraftConfig, abstract: dict[str, Any]) -> Facts:
-    weights = [f"{weight_bytes(abstract, name) / 2**20:.1f} MiB as {name}" for name in DTYPES]
-    cache = [f"{cache_bytes(config, 1, 1, d.itemsize) / 2**10:.1f} KiB as {n}" for n, d in DTYPES.items()]
-    return [("weights", ", ".join(weights)), ("cache", ", ".join(cache) + " per token")]
+    count = weight_bytes(abstract, "float32") // DTYPES["float32"].itemsize
+    facts = [
+        ("parameters", f"{count:,}"),
+        ("weights", _by_dtype(lambda size: count * size)),
+        ("cache", _by_dtype(lambda size: _per_token(config, size)) + " per token"),
+    ]
+    if any(kind == RECURRENT for kind in config.layer_types):
+        state = _by_dtype(lambda size: cache_bytes(config, 1, 0, size))
+        facts.append(("state", f"{state}, whatever the length"))
+    return facts
+
+
+def _per_token(config: TargetConfig | DraftConfig, itemsize: int) -> int:
+    return cache_bytes(config, 1, 1, itemsize) - cache_bytes(config, 1, 0, itemsize)
+
+
+def _trail(config: TargetConfig) -> Facts:
+    """What a verify leaves behind until it is committed; --rollback matters to recurrent layers only."""
+
+    def kept(rollback: str) -> str:
+        return _by_dtype(lambda size: trail_bytes(config, 1, _NODES, size, rollback)) + f" of {_NODES} nodes"
+
+    if config.recurrent is None:
+        return [("trail", kept("tape"))]
+    return [("trail", f"{kept('tape')}, --rollback tape"), ("", f"{kept('states')}, --rollback states")]
+
+
+def _by_dtype(size: Callable[[int], int]) -> str:
+    return ", ".join(f"{_bytes(size(dtype.itemsize))} as {name}" for name, dtype in DTYPES.items())
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 2**10:.1f} KiB"

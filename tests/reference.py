@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_jax.config import DraftConfig, MoeConfig, RopeConfig, TargetConfig
 
 
 def float64(params: Any) -> Any:
@@ -114,9 +114,32 @@ def linear(p: dict, x: np.ndarray) -> np.ndarray:
     return x @ p["weight"].T + p.get("bias", 0.0)
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
 def mlp(p: dict, x: np.ndarray) -> np.ndarray:
     gate = linear(p["gate_proj"], x)
-    return linear(p["down_proj"], gate / (1 + np.exp(-gate)) * linear(p["up_proj"], x))
+    return linear(p["down_proj"], gate * sigmoid(gate) * linear(p["up_proj"], x))
+
+
+def routed(config: MoeConfig, p: dict, x: np.ndarray) -> np.ndarray:
+    """A token at a time: its heaviest experts, each as a dense MLP, and the one that all tokens share."""
+    out = []
+    for token in x:
+        probs = softmax(linear(p["gate"], token))
+        chosen = np.argsort(-probs)[: config.per_token]
+        total = probs[chosen].sum() if config.normalise else 1.0
+        y = np.zeros(len(token))
+        for e in chosen:
+            gate, up = np.split(p["experts"]["gate_up_proj"][e], 2)
+            parts = {"gate_proj": gate, "up_proj": up, "down_proj": p["experts"]["down_proj"][e]}
+            expert = {name: {"weight": weight} for name, weight in parts.items()}
+            y = y + probs[e] / total * mlp(expert, token)
+        if "shared_expert" in p:
+            y = y + sigmoid(linear(p["shared_expert_gate"], token)) * mlp(p["shared_expert"], token)
+        out.append(y)
+    return np.array(out)
 
 
 def _heads(
@@ -130,6 +153,68 @@ def _heads(
     return y if name == "v" else rotate(y, positions, config.rope)
 
 
+# --- Qwen3.5 ------------------------------------------------------------------------------------------
+
+
+def delta_rule(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, beta: np.ndarray, s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """One head, a step at a time: q, k [T, U], v [T, W], g, beta [T], s [U, W] -> outputs [T, W] and the
+    states after each step [T, U, W]."""
+    q = q / np.sqrt((q**2).sum(-1, keepdims=True) + 1e-6) / math.sqrt(q.shape[-1])
+    k = k / np.sqrt((k**2).sum(-1, keepdims=True) + 1e-6)
+    states = []
+    for t in range(len(v)):
+        s = np.exp(g[t]) * s
+        s = s + np.outer(k[t], beta[t] * (v[t] - s.T @ k[t]))
+        states.append(s)
+    return np.einsum("tu,tuw->tw", q, np.array(states)), np.array(states)
+
+
+def delta_layer(config: TargetConfig, p: dict, x: np.ndarray) -> np.ndarray:
+    """A gated delta layer over a whole sequence [T, D]."""
+    r = config.recurrent
+    assert r is not None
+    mixed = np.concatenate([np.zeros((r.conv_width - 1, r.channels)), linear(p["in_proj_qkv"], x)])
+    mixed = np.array([
+        (mixed[t : t + r.conv_width].T * p["conv1d"]["weight"][:, 0]).sum(-1) for t in range(len(x))
+    ])  # fmt: skip
+    mixed = mixed * sigmoid(mixed)
+    keys = r.key_heads * r.key_dim
+    q, k = (
+        part.reshape(len(x), r.key_heads, r.key_dim) for part in (mixed[:, :keys], mixed[:, keys : 2 * keys])
+    )
+    v, z = (
+        part.reshape(len(x), r.value_heads, -1) for part in (mixed[:, 2 * keys :], linear(p["in_proj_z"], x))
+    )
+    g = -np.exp(p["A_log"]) * np.log1p(np.exp(linear(p["in_proj_a"], x) + p["dt_bias"]))
+    beta = sigmoid(linear(p["in_proj_b"], x))
+    out = []
+    for h in range(r.value_heads):
+        source, empty = h * r.key_heads // r.value_heads, np.zeros((r.key_dim, r.value_dim))
+        o, _ = delta_rule(q[:, source], k[:, source], v[:, h], g[:, h], beta[:, h], empty)
+        normed = rms_norm(o, p["norm"]["weight"], config.rms_norm_eps)
+        out.append(normed * z[:, h] * sigmoid(z[:, h]))
+    return linear(p["out_proj"], np.concatenate(out, axis=-1))
+
+
+def gated_attention(
+    config: TargetConfig, p: dict, x: np.ndarray, positions: np.ndarray, seen: np.ndarray
+) -> np.ndarray:
+    """Full attention of Qwen3.5 over a whole sequence [T, D]."""
+    size, turning = config.head_dim, config.rotary_dim
+    both = linear(p["q_proj"], x).reshape(len(x), -1, 2 * size)
+    k, v = (linear(p[f"{name}_proj"], x).reshape(len(x), -1, size) for name in "kv")
+
+    def placed(y: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        y = rms_norm(y, 1 + weight, config.rms_norm_eps)
+        return np.concatenate([rotate(y[..., :turning], positions, config.rope), y[..., turning:]], axis=-1)
+
+    q, k = placed(both[..., :size], p["q_norm"]["weight"]), placed(k, p["k_norm"]["weight"])
+    gate = sigmoid(both[..., size:]).reshape(len(x), -1)
+    return linear(p["o_proj"], attention(q, k, v, seen) * gate)
+
+
 # --- models -------------------------------------------------------------------------------------------
 
 
@@ -141,24 +226,37 @@ def target(
     mask: np.ndarray | None = None,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Logits [T, V] and the residual stream after each layer. mask [T, T] and positions default to one
-    sequence; a sliding layer's window cuts the mask by positions."""
+    sequence, the only ones for a hybrid target; a sliding layer's window cuts the mask by positions."""
     p = float64(params)
     steps = np.arange(len(tokens))
     positions = steps if positions is None else positions
     mask = steps[:, None] >= steps[None, :] if mask is None else mask
     x = p["embed_tokens"]["weight"][np.asarray(tokens)]
+    hybrid = config.recurrent is not None
+
+    def norm(x: np.ndarray, p: dict) -> np.ndarray:
+        return rms_norm(x, p["weight"] + hybrid, config.rms_norm_eps)
+
     after = []
     for i in range(config.num_layers):
         layer, seen = p[f"layers_{i}"], mask
         if config.window(i) is not None:
             seen = mask & (positions[:, None] - positions[None, :] < config.window(i))
-        h = rms_norm(x, layer["input_layernorm"]["weight"], config.rms_norm_eps)
-        q, k, v = (_heads(layer["self_attn"], name, h, positions, config) for name in "qkv")
-        x = x + linear(layer["self_attn"]["o_proj"], attention(q, k, v, seen))
-        h = rms_norm(x, layer["post_attention_layernorm"]["weight"], config.rms_norm_eps)
-        x = x + mlp(layer["mlp"], h)
+        h = norm(x, layer["input_layernorm"])
+        if "linear_attn" in layer:
+            x = x + delta_layer(config, layer["linear_attn"], h)
+        elif hybrid:
+            x = x + gated_attention(config, layer["self_attn"], h, positions, seen)
+        else:
+            q, k, v = (_heads(layer["self_attn"], name, h, positions, config) for name in "qkv")
+            x = x + linear(layer["self_attn"]["o_proj"], attention(q, k, v, seen))
+        h = norm(x, layer["post_attention_layernorm"])
+        if config.moe is not None and "experts" in layer["mlp"]:
+            x = x + routed(config.moe, layer["mlp"], h)
+        else:
+            x = x + mlp(layer["mlp"], h)
         after.append(x)
-    return head(config, p, rms_norm(x, p["norm"]["weight"], config.rms_norm_eps)), after
+    return head(config, p, norm(x, p["norm"])), after
 
 
 def head(config: TargetConfig, params: dict, hidden: np.ndarray) -> np.ndarray:

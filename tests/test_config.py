@@ -10,8 +10,11 @@ import pytest
 from dflash_jax import testing
 from dflash_jax.config import (
     FULL,
+    RECURRENT,
     SLIDING,
     ConfigError,
+    MoeConfig,
+    RecurrentConfig,
     RopeConfig,
     Training,
     check_block_size,
@@ -47,7 +50,14 @@ def test_rope_refuses(fields: dict[str, Any], message: str) -> None:
         ({"num_kv_heads": 3}, "4 query heads over 3"),
         ({"head_dim": 15}, "head_dim is 15"),
         ({"layer_types": (FULL,)}, "1 layer types for 2 layers"),
-        ({"layer_types": (FULL, "linear_attention")}, "'linear_attention' is not supported"),
+        ({"layer_types": (FULL, "conv")}, "'conv' is not supported"),
+        ({"layer_types": (FULL, RECURRENT)}, "of no stated shape"),
+        (
+            {"layer_types": (RECURRENT, RECURRENT), "recurrent": RecurrentConfig(1, 2, 4, 4)},
+            "no attention layer",
+        ),
+        ({"rotary_dim": 20}, "rotary_dim is 20"),
+        ({"moe": MoeConfig(4, 2, 8, (True,))}, "says of 1 layers"),
         ({"layer_types": (FULL, SLIDING)}, "no sliding_window"),
     ],
 )

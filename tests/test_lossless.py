@@ -14,7 +14,7 @@ import pytest
 import reference
 from decoding import BLOCKS, BUDGET, PROMPTS, SEEDS, C, autoregressive, pair, perfect, rounds_of, warm
 
-from dflash_jax import decode, testing
+from dflash_jax import decode, stepwise, testing
 from dflash_jax.config import SLIDING
 from dflash_jax.generation import DraftWarning, Generation, finish
 from dflash_jax.policy import Adaptive, Fixed
@@ -89,6 +89,8 @@ def test_no_warning_for_few_rounds_one_acceptance_or_no_draft() -> None:
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"layer_types": (SLIDING, "full_attention"), "sliding_window": 6},
+    "qwen3_moe": {},
+    "qwen3_5_moe": {},
 }
 
 
@@ -111,7 +113,7 @@ def test_every_family(family: str) -> None:
 def test_a_seed_gives_one_text_in_every_mode(verify: Literal["batched", "sequential"]) -> None:
     """Matching: a draw depends on seed and position, not on how the position was reached."""
     state = decode.prefill(pair(), PROMPTS, BLOCKS, max_new_tokens=BUDGET, how=warm(), seeds=SEEDS)
-    *_, (last, _) = decode.generate_stepwise(pair(), state, BLOCKS, verify=verify)
+    *_, (last, _) = stepwise.generate_stepwise(pair(), state, BLOCKS, verify=verify)
     assert finish(last).tokens == autoregressive(sampled=True)
 
 
@@ -129,7 +131,7 @@ def test_a_seed_gives_one_text_for_every_split_into_calls(chunk_size: int) -> No
     state = decode.prefill(
         models, PROMPTS, BLOCKS, max_new_tokens=BUDGET, how=warm(), seeds=SEEDS, chunk_size=chunk_size
     )
-    steps = decode.generate_stepwise(models, state, BLOCKS)
+    steps = stepwise.generate_stepwise(models, state, BLOCKS)
     later, _ = [next(steps) for _ in range(5)][-1]
     assert finish(decode.generate(models, later, BLOCKS)).tokens == autoregressive(sampled=True)
 

@@ -12,8 +12,18 @@ from dflash_jax.targets.decoder import Decoder, TargetOutput
 from dflash_jax.targets.llama import Llama
 from dflash_jax.targets.qwen2 import Qwen2
 from dflash_jax.targets.qwen3 import Qwen3
+from dflash_jax.targets.qwen3_5 import Qwen35
+from dflash_jax.targets.qwen3_5_moe import Qwen35Moe
+from dflash_jax.targets.qwen3_moe import Qwen3Moe
 
-FAMILIES: dict[str, type[Decoder]] = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
+FAMILIES: dict[str, type[Decoder]] = {
+    "llama": Llama,
+    "qwen2": Qwen2,
+    "qwen3": Qwen3,
+    "qwen3_moe": Qwen3Moe,
+    "qwen3_5": Qwen35,
+    "qwen3_5_moe": Qwen35Moe,
+}
 
 __all__ = ["FAMILIES", "Decoder", "TargetOutput", "abstract_params", "init_params", "make_target"]
 

@@ -1,15 +1,10 @@
-"""GGUF targets: llama, qwen2 and qwen3, in any quantisation that gguf-py decodes.
-
-Two things differ from Hugging Face. Kernels come as rows of quantised blocks. And llama.cpp rotates the
-`llama` architecture in pairs (2i, 2i+1), so its converter interleaves the rows of q and k; here they are
-put back, because all models here rotate halves (i, i + H/2).
+"""GGUF targets of the architectures below, in any quantisation that gguf-py decodes: the metadata that
+makes a config. How tensors lie in such files is said in gguf_layout.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,20 +12,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from dflash_jax.config import ConfigError, RopeConfig, TargetConfig
+from dflash_jax.config import (
+    FULL,
+    RECURRENT,
+    ConfigError,
+    MoeConfig,
+    RecurrentConfig,
+    RopeConfig,
+    TargetConfig,
+)
 from dflash_jax.weights.fields import MAX_LAYERS, Fields, naming
 from dflash_jax.weights.gguf_file import GGUFFile, read_file
-from dflash_jax.weights.names import TARGET_GGUF
-from dflash_jax.weights.tensors import Tensor, check, load, wanted
+from dflash_jax.weights.gguf_layout import ROPE_FREQS, expected, problems, restored
+from dflash_jax.weights.tensors import check, load
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# general.architecture -> the family of targets
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "qwen35": "qwen3_5",
+    "qwen35moe": "qwen3_5_moe",
+}
+_HYBRID = ("qwen35", "qwen35moe")
+_ROUTED = ("qwen3moe", "qwen35moe")
 # Architectures of DFlash drafts and who writes them.
 DRAFTS = {"dflash": "llama.cpp", "qwen35-dflash-draft": "Luce", "dflash-draft": "community converters"}
-
-_ROPE_FREQS = "rope_freqs.weight"
-# rope_freqs is read into the config; attn_rot_embd is a table that old converters stored.
-_IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
-_ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
 
 def target_config(path: str | Path) -> TargetConfig:
@@ -40,36 +48,43 @@ def target_config(path: str | Path) -> TargetConfig:
     is missing or not supported, and for everything gguf_file.read_file refuses.
     """
     file = read_file(path)
-    family = _architecture(file)
-    fields = _section(file, family)
-    if fields.integer("expert_count", 0):
-        raise fields.error("expert_count", "marks a mixture of experts: not supported here")
+    name = _architecture(file)
+    fields = _section(file, name)
+    experts = fields.integer("expert_count", 0)
+    if experts and name not in _ROUTED:
+        raise fields.error("expert_count", f"marks a mixture of experts: '{name}' with them is not supported")
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
         raise ConfigError(f"{file.path}: has no tensor token_embd.weight [V, D]: not a complete model")
     hidden = fields.integer("embedding_length")
     heads = fields.integer("attention.head_count")
-    head_dim = _head_dim(fields, hidden, heads)
+    layers = _depth(fields, len(file.tensors))
+    head_dim, rotary_dim = _head_dim(fields, hidden, heads, partial=name in _HYBRID)
     max_positions = fields.integer("context_length", 0)
     _refuse_window(fields, max_positions)
     with naming(file.path):
+        moe = _read_moe(fields, name, layers) if name in _ROUTED else None
         return TargetConfig(
-            family=family,
+            family=ARCHITECTURES[name],
             hidden_size=hidden,
-            num_layers=fields.integer("block_count", most=min(MAX_LAYERS, len(file.tensors))),
+            num_layers=layers,
             num_heads=heads,
-            num_kv_heads=fields.integer("attention.head_count_kv", heads),
+            num_kv_heads=_kv_heads(fields, heads),
             head_dim=head_dim,
-            intermediate_size=fields.integer("feed_forward_length"),
+            intermediate_size=_intermediate_size(fields, name, moe),
             vocab_size=table.shape[0],
-            rope=_read_rope(fields, _divisors(file, head_dim), max_positions),
+            rope=_read_rope(fields, _divisors(file, rotary_dim), max_positions),
             rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
             tie_word_embeddings="output.weight" not in file.tensors,
             # GGUF has no flags for biases: the tensors are there or not
             attention_bias="blk.0.attn_q.bias" in file.tensors,
             attention_out_bias="blk.0.attn_output.bias" in file.tensors,
             mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+            layer_types=_layer_types(fields, layers) if name in _HYBRID else (),
             max_positions=max_positions,
+            rotary_dim=rotary_dim,
+            recurrent=_read_recurrent(fields) if name in _HYBRID else None,
+            moe=moe,
         )
 
 
@@ -104,8 +119,79 @@ def _architecture(file: GGUFFile) -> str:
     return name
 
 
-def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
-    """An absent key_length means embedding_length / head_count, by the GGUF specification."""
+def _depth(fields: Fields, tensors: int) -> int:
+    """Layers of the model itself: the blocks after them predict further tokens (multi-token prediction)."""
+    blocks = fields.integer("block_count", most=min(MAX_LAYERS, tensors))
+    extra = fields.integer("nextn_predict_layers", 0)
+    if extra and extra >= blocks:
+        raise fields.error("nextn_predict_layers", f"is {extra} of {blocks} blocks: no layers remain")
+    return blocks - extra
+
+
+def _kv_heads(fields: Fields, heads: int) -> int:
+    """One number, or one a block with 0 where there is no attention, as some writers of hybrids have it."""
+    key = "attention.head_count_kv"
+    named = fields.get(key, heads)
+    if not isinstance(named, np.ndarray):
+        return fields.integer(key, heads)
+    counts = {int(count) for count in named if count}
+    if len(counts) != 1:
+        raise fields.error(key, f"names {sorted(counts)}: one number for all attention layers is supported")
+    return counts.pop()
+
+
+def _intermediate_size(fields: Fields, name: str, moe: MoeConfig | None) -> int:
+    """Qwen3.5's routed models have no dense MLP anywhere: the experts' size stands for it."""
+    if name == "qwen35moe" and moe is not None:
+        return moe.intermediate_size
+    return fields.integer("feed_forward_length")
+
+
+def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
+    """Which layers are recurrent: a flag for each, or all but every n-th."""
+    key = "attention.recurrent_layers"
+    flags = fields.get(key, None)
+    if flags is None:
+        interval = fields.integer("full_attention_interval", 4)
+        if interval == 0:
+            raise fields.error("full_attention_interval", "is 0: it must be positive")
+        return tuple(RECURRENT if (i + 1) % interval else FULL for i in range(layers))
+    if not isinstance(flags, np.ndarray) or flags.dtype != bool or len(flags) < layers:
+        raise fields.error(key, f"must be a flag for each of {layers} layers")
+    return tuple(RECURRENT if flag else FULL for flag in flags[:layers])
+
+
+def _read_recurrent(fields: Fields) -> RecurrentConfig:
+    heads = fields.integer("ssm.time_step_rank")
+    inner = fields.integer("ssm.inner_size")
+    if heads == 0 or inner % heads:
+        raise fields.error("ssm.inner_size", f"is {inner}, not a multiple of {heads} value heads")
+    return RecurrentConfig(
+        key_heads=fields.integer("ssm.group_count"),
+        value_heads=heads,
+        key_dim=fields.integer("ssm.state_size"),
+        value_dim=inner // heads,
+        conv_width=fields.integer("ssm.conv_kernel"),
+    )
+
+
+def _read_moe(fields: Fields, name: str, layers: int) -> MoeConfig:
+    """llama.cpp routes every layer of these architectures and always normalises the weights; only qwen35moe
+    has a shared expert."""
+    shared = fields.integer("expert_shared_feed_forward_length") if name == "qwen35moe" else 0
+    return MoeConfig(
+        experts=fields.integer("expert_count"),
+        per_token=fields.integer("expert_used_count"),
+        intermediate_size=fields.integer("expert_feed_forward_length"),
+        layers=(True,) * layers,
+        shared_intermediate_size=shared,
+        normalise=True,
+    )
+
+
+def _head_dim(fields: Fields, hidden: int, heads: int, partial: bool) -> tuple[int, int]:
+    """Sizes of a head and of what rotates of it (all, unless `partial`). An absent key_length means
+    embedding_length / head_count, by the GGUF specification."""
     if heads == 0:
         raise fields.error("attention.head_count", "is 0: it must be positive")
     head_dim = fields.integer("attention.key_length", hidden // heads)
@@ -113,11 +199,11 @@ def _head_dim(fields: Fields, hidden: int, heads: int) -> int:
     if values != head_dim:
         raise fields.error("attention.value_length", f"is {values}, keys have {head_dim}: not supported")
     rotated = fields.integer("rope.dimension_count", head_dim)
-    if rotated != head_dim:
+    if rotated != head_dim and not partial:
         raise fields.error(
             "rope.dimension_count", f"is {rotated}, not all {head_dim} of a head: not supported"
         )
-    return head_dim
+    return head_dim, rotated
 
 
 def _refuse_window(fields: Fields, max_positions: int) -> None:
@@ -138,7 +224,7 @@ def _read_rope(fields: Fields, divisors: tuple[float, ...], max_positions: int) 
         return RopeConfig(theta, divisors=divisors)
     if divisors:
         raise fields.error(
-            "rope.scaling.type", f"is '{kind}' beside {_ROPE_FREQS}: both at once is not supported"
+            "rope.scaling.type", f"is '{kind}' beside {ROPE_FREQS}: both at once is not supported"
         )
     if kind == "linear":
         return RopeConfig(theta, "linear", factor)
@@ -170,18 +256,18 @@ def _attention_factor(fields: Fields, factor: float) -> float | None:
     return multiplier * (own if whole is None else whole)
 
 
-def _divisors(file: GGUFFile, head_dim: int) -> tuple[float, ...]:
+def _divisors(file: GGUFFile, rotary_dim: int) -> tuple[float, ...]:
     """llama3 scaling, as one divisor for each frequency."""
-    tensor = file.tensors.get(_ROPE_FREQS)
+    tensor = file.tensors.get(ROPE_FREQS)
     if tensor is None:
         return ()
-    if tensor.decode is None or tensor.shape != (head_dim // 2,):
+    if tensor.decode is None or tensor.shape != (rotary_dim // 2,):
         raise ConfigError(
-            f"{file.path}: {_ROPE_FREQS} is {list(tensor.shape)}, expected [{head_dim // 2}] floats"
+            f"{file.path}: {ROPE_FREQS} is {list(tensor.shape)}, expected [{rotary_dim // 2}] floats"
         )
     values = tensor.rows(0, len(tensor.raw)).ravel()
     if not (np.isfinite(values).all() and (values > 0).all()):
-        raise ConfigError(f"{file.path}: {_ROPE_FREQS} must hold positive numbers")
+        raise ConfigError(f"{file.path}: {ROPE_FREQS} must hold positive numbers")
     return tuple(float(value) for value in values)
 
 
@@ -189,39 +275,19 @@ def load_target(
     path: str | Path, config: TargetConfig, abstract: Mapping[str, Any], dtype: DTypeLike
 ) -> dict[str, Any]:
     """Parameters of a target, dequantised to numpy arrays in `dtype` and shaped as `abstract`
-    (targets.abstract_params).
+    (targets.abstract_params), as a Hugging Face checkpoint would hold them.
 
     Raises one ConfigError that lists all missing, unknown and misshapen tensors.
     """
     file = read_file(path)
-    found = _target_tensors(file, config)
-    return load(file.path, found, wanted(abstract, TARGET_GGUF.to_file), dtype)
+    _architecture(file)
+    found = restored(file, config)
+    return load(file.path, found, expected(found, config, abstract), dtype, problems(found))
 
 
 def check_target(path: str | Path, config: TargetConfig, abstract: Mapping[str, Any]) -> None:
-    """The errors of load_target, from the file's header alone."""
+    """The errors of load_target, from the file's header and its smallest tensors alone."""
     file = read_file(path)
-    check(file.path, _target_tensors(file, config), wanted(abstract, TARGET_GGUF.to_file))
-
-
-def _target_tensors(file: GGUFFile, config: TargetConfig) -> dict[str, Tensor]:
-    """The tensors of a model, q and k of `llama` with their rows put in half-split order."""
-    family = _architecture(file)
-    found = {name: tensor for name, tensor in file.tensors.items() if not _IGNORED.fullmatch(name)}
-    if family == "llama":
-        heads = {"q": config.num_heads, "k": config.num_kv_heads}
-        for name, tensor in found.items():
-            match = _ROTATED.fullmatch(name)
-            # another number of rows is a wrong shape, which `load` reports with the others
-            if match and len(tensor.raw) == heads[match[1]] * config.head_dim:
-                order = _half_split_order(heads[match[1]], config.head_dim)
-                found[name] = dataclasses.replace(tensor, order=order)
-            elif match and tensor.kind != "F32" and match[2] == "bias":
-                found[name] = dataclasses.replace(tensor, decode=None)  # rows lie inside a block
-    return found
-
-
-def _half_split_order(heads: int, head_dim: int) -> np.ndarray:
-    """For each row in half-split order, the interleaved row that holds it: in a head, rows
-    0, 1, 2, ... of the file are dimensions 0, H/2, 1, H/2 + 1, ..."""
-    return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).ravel()
+    _architecture(file)
+    found = restored(file, config)
+    check(file.path, found, expected(found, config, abstract), problems(found))

@@ -53,19 +53,18 @@ def architectures(fields: Fields) -> tuple[str, ...]:
 # --- RoPE ---------------------------------------------------------------------------------------------
 
 
-def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
-    """RoPE as transformers 5 reads it: a non-empty `rope_scaling` replaces `rope_parameters`; theta is
-    that section's, else the top level's, and nowhere is an error (transformers would take 10000)."""
-    section = fields.section("rope_scaling")
-    if not section.values:
-        section = _one_rope(fields.section("rope_parameters"))
+def read_rope(fields: Fields, max_positions: int, partial: bool = False) -> RopeConfig:
+    """RoPE as transformers 5 reads it: theta is that of the section of RoPE, else the top level's, and
+    nowhere is an error (transformers would take 10000). partial: a part of a head may rotate, which
+    `read_rotary_dim` reads."""
+    section = _rope_section(fields)
     theta = section.number("rope_theta", None)
     if theta is None:
         theta = fields.number("rope_theta", None)
     if theta is None:
         raise fields.error("rope_theta", "is missing here, in rope_parameters and in rope_scaling: add it")
     for where in (section, fields):
-        if where.number("partial_rotary_factor", 1.0) != 1.0:
+        if not partial and where.number("partial_rotary_factor", 1.0) != 1.0:
             raise where.error(
                 "partial_rotary_factor", "rotates a part of each head: not supported for this model"
             )
@@ -92,6 +91,23 @@ def read_rope(fields: Fields, max_positions: int) -> RopeConfig:
         values["truncate"] = section.flag("truncate", True)
     with naming(fields.file):
         return RopeConfig(**values)
+
+
+def read_rotary_dim(fields: Fields, head_dim: int) -> int:
+    """How many of a head's dimensions rotate, the first ones: by transformers' default for Qwen3.5 a
+    quarter."""
+    section = _rope_section(fields)
+    where = section if "partial_rotary_factor" in section else fields
+    rotary = int(head_dim * where.number("partial_rotary_factor", 0.25))
+    if rotary < 2:
+        raise where.error("partial_rotary_factor", f"rotates {rotary} of {head_dim} dimensions: too few")
+    return rotary
+
+
+def _rope_section(fields: Fields) -> Fields:
+    """A non-empty `rope_scaling` replaces `rope_parameters`."""
+    section = fields.section("rope_scaling")
+    return section if section.values else _one_rope(fields.section("rope_parameters"))
 
 
 def _one_rope(section: Fields) -> Fields:
@@ -312,9 +328,10 @@ def write_draft(config: DraftConfig, dtype: str) -> dict[str, Any]:
 
 def write_target(config: TargetConfig, architecture: str, dtype: str) -> dict[str, Any]:
     """`config.json` of a target as transformers 5 writes it. hf.target_config reads it."""
-    values = {
+    values: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": config.family,
+        # the text model of a family that has eyes too
+        "model_type": config.family + "_text" * (config.recurrent is not None),
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
@@ -336,4 +353,24 @@ def write_target(config: TargetConfig, architecture: str, dtype: str) -> dict[st
         values["mlp_bias"] = config.mlp_bias
     if SLIDING in config.layer_types:
         values |= {"use_sliding_window": True, "sliding_window": config.sliding_window}
+    if (r := config.recurrent) is not None:
+        values["rope_parameters"]["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+        values |= {
+            "linear_num_key_heads": r.key_heads,
+            "linear_num_value_heads": r.value_heads,
+            "linear_key_head_dim": r.key_dim,
+            "linear_value_head_dim": r.value_dim,
+            "linear_conv_kernel_dim": r.conv_width,
+        }
+    if (m := config.moe) is not None:
+        values |= {
+            "num_experts": m.experts,
+            "num_experts_per_tok": m.per_token,
+            "moe_intermediate_size": m.intermediate_size,
+        }
+        if config.family == "qwen3_moe":
+            dense = [i for i, routed in enumerate(m.layers) if not routed]
+            values |= {"norm_topk_prob": m.normalise, "decoder_sparse_step": 1, "mlp_only_layers": dense}
+        else:
+            values["shared_expert_intermediate_size"] = m.shared_intermediate_size
     return values | {"layer_types": list(config.layer_types)}

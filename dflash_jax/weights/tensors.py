@@ -51,10 +51,17 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A parameter to fill: its path in the tree and its shape, there and in the file."""
+    """What a tensor of a file fills: a parameter, or a part of one.
+
+    path: of the parameter in the tree. shape: of the tensor in the file.
+    whole: the parameter's own shape, where that is another; part: the index of the tensor's values in it
+    (one expert, the gate half of all experts).
+    """
 
     path: str
     shape: tuple[int, ...]
+    whole: tuple[int, ...] = ()
+    part: tuple[int | slice, ...] = ()
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -97,15 +104,12 @@ def load(
     """
     check(file, found, expected, problems)
     dtype = np.dtype(dtype)
-    params = {want.path: np.empty(want.shape, dtype) for want in expected.values()}
-    jobs = []
+    params: dict[str, np.ndarray] = {}
+    jobs: list[_Job] = []
     for name, want in expected.items():
-        tensor, out = found[name], params[want.path]
-        count = len(tensor.raw)
-        # [rows, columns] as the file has it, whatever the number of axes
-        target = out.reshape(count, -1)
-        step = max(1, _PIECE // target.shape[1])
-        jobs += [(tensor, target, i, min(i + step, count)) for i in range(0, count, step)]
+        if want.path not in params:
+            params[want.path] = np.empty(want.whole or want.shape, dtype)
+        jobs += _jobs(found[name], params[want.path][want.part])
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as pool:
         for _ in pool.map(_convert, jobs):
             pass
@@ -132,11 +136,27 @@ def check(
         raise ConfigError(f"{file}: tensors and config do not fit: " + "; ".join(complaints))
 
 
-def _convert(job: tuple[Tensor, np.ndarray, int, int]) -> None:
-    tensor, target, start, stop = job
+_Job = tuple[Tensor, int, np.ndarray]  # a tensor, its first row, and where that and further rows go
+
+
+def _jobs(tensor: Tensor, out: np.ndarray) -> list[_Job]:
+    """`out` in pieces, each [rows, columns] as the file has them, whatever the number of axes."""
+    # only slices of a part that does not lie in one piece can be seen as rows without a copy
+    slices = [out] if out.flags.c_contiguous else list(out)
+    count = len(tensor.raw) // len(slices)
+    jobs = []
+    for i, slice_ in enumerate(slices):
+        rows = slice_.reshape(count, -1)
+        step = max(1, _PIECE // rows.shape[1])
+        jobs += [(tensor, i * count + start, rows[start : start + step]) for start in range(0, count, step)]
+    return jobs
+
+
+def _convert(job: _Job) -> None:
+    tensor, start, out = job
     # a damaged file may hold infinities; what they become is not this loop's business
     with np.errstate(all="ignore"):
-        target[start:stop] = widen(tensor.rows(start, stop), target.dtype)
+        out[:] = widen(tensor.rows(start, start + len(out)), out.dtype)
 
 
 def widen(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import folders
+import hybrid_gguf
 import pytest
 import writers
 
+from dflash_jax import targets, testing
 from infer import demo
 from infer.__main__ import main
 from infer.lossless import Divergence
@@ -42,6 +44,9 @@ def test_a_target(inspect) -> None:
     assert "stops at 258 '<|im_end|>'" in fact(out, "tokenizer")
     # 2 layers x 2 (k, v) x 2 heads x 8 wide x 4 bytes
     assert fact(out, "cache") == "0.2 KiB as float32, 0.1 KiB as bfloat16 per token"
+    assert fact(out, "trail") == "4.0 KiB as float32, 2.0 KiB as bfloat16 of 16 nodes"
+    # 2 tables of 260 x 32; in 2 layers 2 x 32 x 32 (q, o), 2 x 16 x 32 (k, v), 3 x 48 x 32 and 2 norms; a norm
+    assert fact(out, "parameters") == "32,160"
     assert fact(out, "problems") == "none"
 
 
@@ -60,6 +65,25 @@ def test_a_gguf_file(inspect, tmp_path: Path) -> None:
     writers.gguf_target(tmp_path / "model.gguf", "qwen3", writers.target_tensors("qwen3"))
     _, out, _ = inspect(str(tmp_path / "model.gguf"))
     assert "a target (GGUF file)" in out and fact(out, "family") == "qwen3"
+
+
+def test_a_hybrid_with_experts(inspect, tmp_path: Path) -> None:
+    config = testing.target_config("qwen3_5_moe", num_layers=4)
+    params = testing.random_params(targets.abstract_params(config))
+    hybrid_gguf.write(tmp_path / "model.gguf", config, params)
+    _, out, _ = inspect(str(tmp_path / "model.gguf"))
+    assert fact(out, "recurrent") == (
+        "2 of 4 layers: 6 value heads, 10 wide, over 2 key heads, 8 wide; convolution of 4"
+    )
+    assert fact(out, "rotates") == "4 of 16 dimensions of a head"
+    assert fact(out, "experts") == "5 in 4 of 4 layers, 2 a token, MLP 12, and one of 20 for every token"
+    # 2 attention layers x 2 (k, v) x 2 heads x 16 wide x 4 bytes; 2 recurrent ones x (6 x 8 x 10 float32, and
+    # 3 inputs of 92 channels)
+    assert fact(out, "cache") == "0.5 KiB as float32, 0.2 KiB as bfloat16 per token"
+    assert fact(out, "state") == "5.9 KiB as float32, 4.8 KiB as bfloat16, whatever the length"
+    # 16 nodes: 8 KiB of keys and values; 2 x 16 x (2 x 8 + 6 x 11 or 6 x 8 x 10, and 92) x 4
+    assert fact(out, "trail") == "29.8 KiB as float32, 20.0 KiB as bfloat16 of 16 nodes, --rollback tape"
+    assert "79.5 KiB as float32, 69.8 KiB as bfloat16 of 16 nodes, --rollback states" in out
 
 
 def test_all_problems_are_listed(inspect, models: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import transformers
 from parity.twins import (
     VOCAB,
     Twin,
@@ -22,12 +24,16 @@ from parity.twins import (
     forward,
     read_target,
     target_twin,
+    torch_recurrent,
     torch_states,
+    vision_twin,
 )
 
 from dflash_jax.block import chain_block, tree_block
-from dflash_jax.cache import TargetCache
-from dflash_jax.config import SLIDING
+from dflash_jax.cache import RecurrentState, TargetCache
+from dflash_jax.config import FULL, RECURRENT, SLIDING
+from dflash_jax.gated_delta import CHUNK
+from dflash_jax.weights import hf
 
 # Stretched ropes: the original length is shorter than the sequences here, and of the few frequencies of a
 # head of 8 or 16 some are kept, some blended and some stretched.
@@ -71,6 +77,30 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope": YARN | {"attention_factor": 1.3, "truncate": False},
     },
     "qwen3-sliding": {"family": "qwen3", "head_dim": 16, "layer_types": ALTERNATE, **SLIDE},
+    "qwen3_5": {"family": "qwen3_5"},  # three gated delta layers, then attention
+    "qwen3_5-alternate-yarn": {"family": "qwen3_5", "layer_types": [RECURRENT, FULL] * 2, "rope": YARN},
+    "qwen3_5-attention-first-tied-biases": {
+        "family": "qwen3_5",
+        "layer_types": [FULL, RECURRENT, RECURRENT, RECURRENT],
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "linear_num_value_heads": 2,
+        "linear_conv_kernel_dim": 3,
+        "rope": {"partial_rotary_factor": 0.5},
+    },
+    "qwen3_5-vision": {"family": "qwen3_5"},
+    "qwen3_moe-normalised-tied-biases": {
+        "family": "qwen3_moe",
+        "head_dim": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [3],
+        "decoder_sparse_step": 2,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
+    "qwen3_moe-sliding": {"family": "qwen3_moe", "mlp_only_layers": [0, 2], **SLIDE},
+    "qwen3_5_moe-alternate": {"family": "qwen3_5_moe", "layer_types": [FULL, RECURRENT] * 2},
+    "qwen3_5_moe-vision": {"family": "qwen3_5_moe"},
 }
 LENGTHS = (41, 17, 1)  # past the original rope length; past the window; a row that is done at once
 TOLERANCE = 1e-4
@@ -78,7 +108,8 @@ TOLERANCE = 1e-4
 
 @pytest.fixture(scope="module", params=KINDS)
 def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
-    return target_twin(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
+    make = vision_twin if "vision" in request.param else target_twin
+    return make(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
 
 
 def sequences(seed: int = 0) -> list[list[int]]:
@@ -120,6 +151,24 @@ def test_every_layer_in_chunks(twin: Twin, width: int) -> None:
         assert max(gaps) <= TOLERANCE, f"row {b}: layers differ by {gaps[0]:.2e}, logits by {gaps[1]:.2e}"
 
 
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5-attention-first-tied-biases"])
+@pytest.mark.parametrize("width", [5, 2 * CHUNK + 22])
+def test_recurrent_states(kind: str, width: int, tmp_path: Path) -> None:
+    """What every gated delta layer carries after a text, fed in small blocks and in one that is chunked."""
+    twin = target_twin(tmp_path, **KINDS[kind])
+    rng, length = np.random.default_rng(3), 2 * CHUNK + 22
+    text = rng.integers(0, VOCAB, length).tolist()
+    _, logits, cache = feed(twin, [text], width, empty_cache(twin.module.config, 1, length + width))
+    assert difference(logits[0], torch_states(twin.torch, text)[1]) <= TOLERANCE
+    theirs = torch_recurrent(twin.torch, text)
+    assert set(theirs) == {i for i, kind in enumerate(twin.module.config.layer_types) if kind == RECURRENT}
+    for i, (s, conv) in theirs.items():
+        ours = cache.layers[i]
+        assert isinstance(ours, RecurrentState)
+        assert difference(ours.s[0], s) <= TOLERANCE, f"layer {i}"
+        assert difference(ours.conv[0], conv[-ours.conv.shape[1] :]) <= TOLERANCE, f"layer {i}"
+
+
 def random_tree(rng: np.random.Generator, size: int) -> tuple[list[int], list[int]]:
     """(tokens, parents). Half of the nodes continue the node before, so that the tree is deep as well as
     wide; the others branch anywhere. Tokens repeat freely: a forward does not mind equal siblings."""
@@ -148,11 +197,12 @@ def test_tree_nodes_equal_their_root_paths(twin: Twin) -> None:
     out = forward(twin.module, twin.params, block, cache, all_layers(twin.module.config))
     deepest = []
     for b, (prefix, (tokens, parents)) in enumerate(zip(prefixes, trees, strict=True)):
-        paths = [root_path(parents, node) for node in range(size)]
-        for node, path in enumerate(paths):
-            theirs = torch_states(twin.torch, prefix + [tokens[i] for i in path])
-            assert difference(out.features[b, node], theirs[0][-1]) <= TOLERANCE, (b, path)
-            assert difference(out.logits[b, node], theirs[1][-1]) <= TOLERANCE, (b, path)
+        paths = [root_path(parents, leaf) for leaf in set(range(size)) - set(parents)]
+        for path in paths:  # which together hold all nodes
+            states, logits = torch_states(twin.torch, prefix + [tokens[i] for i in path])
+            nodes = np.array(path)
+            assert difference(out.features[b, nodes], states[len(prefix) :]) <= TOLERANCE, (b, path)
+            assert difference(out.logits[b, nodes], logits[len(prefix) :]) <= TOLERANCE, (b, path)
         deepest.append(max(paths, key=len))
     assert max(map(len, deepest)) > 6, "a window of 6 must end inside some path"
 
@@ -172,11 +222,33 @@ def test_kinds_are_what_they_say(twin: Twin, request: pytest.FixtureRequest) -> 
     assert config.tie_word_embeddings == ("tied" in name) == ("lm_head" not in twin.params)
     assert (SLIDING in config.layer_types) == ("sliding" in name) == (config.sliding_window is not None)
     assert config.rope.type == next((t for t in ("linear", "llama3", "yarn") if t in name), "default")
-    projection = twin.params["layers_0"]["self_attn"]
+    projection = twin.params[f"layers_{[kind == RECURRENT for kind in config.layer_types].index(False)}"][
+        "self_attn"
+    ]
     assert ("bias" in projection["q_proj"]) == (config.family == "qwen2" or "biases" in name)
     assert ("bias" in projection["o_proj"]) == ("biases" in name)
     if config.family == "qwen3":
         assert config.head_dim != config.hidden_size // config.num_heads
+    if config.moe is not None:
+        dense = [i for i, routed in enumerate(config.moe.layers) if not routed]
+        assert dense == ([0, 2, 3] if "normalised" in name else [0, 2] if "sliding" in name else [])
+        assert config.moe.normalise == ("normalised" in name or config.family == "qwen3_5_moe")
+        for i, routed in enumerate(config.moe.layers):
+            assert ("experts" in twin.params[f"layers_{i}"]["mlp"]) == routed
+    if config.recurrent is not None:
+        assert config.rotary_dim == (8 if "first" in name else 4) < config.head_dim
+        assert {f"layers_{i}" for i, kind in enumerate(config.layer_types) if kind == RECURRENT} == {
+            layer for layer, modules in twin.params.items() if "linear_attn" in modules
+        }
+
+
+def test_transformers_reads_what_we_write(twin: Twin, tmp_path: Path) -> None:
+    """Same logits from the folder that we save: nothing of the config or of the weights is lost or turned."""
+    hf.save_target(tmp_path, twin.module.config, twin.params, np.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    written = getattr(transformers, config["architectures"][0]).from_pretrained(tmp_path)
+    text = sequences()[1]
+    assert difference(*(torch_states(model, text)[1] for model in (written.eval(), twin.torch))) <= 1e-6
 
 
 def test_other_ways_to_ask(tmp_path: Path) -> None:
@@ -200,7 +272,10 @@ def spread(ours: np.ndarray, theirs: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(np.asarray(ours, np.float64) - theirs))))
 
 
-@pytest.mark.parametrize("kind", ["llama-tied-biases", "qwen2-sliding", "qwen3"])
+@pytest.mark.parametrize(
+    "kind",
+    ["llama-tied-biases", "qwen2-sliding", "qwen3", "qwen3_5", "qwen3_moe-sliding", "qwen3_5_moe-alternate"],
+)
 def test_bfloat16_rounds_like_the_twin(kind: str, tmp_path: Path) -> None:
     """Two right implementations differ visibly in bf16, which has 8 bits. The yardstick is what the twin
     itself loses: ours loses as much of its float32 numbers (measured: 0.90 to 1.15 of it), and lies no

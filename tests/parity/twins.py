@@ -38,7 +38,31 @@ SHAPE: dict[str, Any] = {
     "intermediate_size": 48,
     "max_position_embeddings": 128,
 }
-TARGETS = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+# {family: (its classes' prefix, its config class's suffix)}
+TARGETS = {
+    "llama": ("Llama", "Config"),
+    "qwen2": ("Qwen2", "Config"),
+    "qwen3": ("Qwen3", "Config"),
+    "qwen3_moe": ("Qwen3Moe", "Config"),
+    "qwen3_5": ("Qwen3_5", "TextConfig"),
+    "qwen3_5_moe": ("Qwen3_5Moe", "TextConfig"),
+}
+# Fields that only one family has.
+_HYBRID = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10,
+}
+# The size of an expert is what PyTorch multiplies in bfloat16: a multiple of 8.
+_ROUTED = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+OWN: dict[str, dict[str, Any]] = {
+    "qwen3_moe": _ROUTED,
+    "qwen3_5": _HYBRID,
+    "qwen3_5_moe": _HYBRID | _ROUTED | {"shared_expert_intermediate_size": 20},
+}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": HIDDEN}
 
 
 @dataclass(frozen=True)
@@ -55,15 +79,22 @@ def target_twin(
     folder: Path, family: str, seed: int = 0, rope: Mapping[str, Any] | None = None, **changes: Any
 ) -> Twin:
     """A random target of transformers. changes: fields of its config class."""
-    name = TARGETS[family]
-    fields: dict[str, Any] = SHAPE | {
-        "vocab_size": VOCAB,
-        "rope_parameters": _rope(rope),
-        "tie_word_embeddings": False,
-    }
-    model = getattr(transformers, name + "ForCausalLM")(
-        getattr(transformers, name + "Config")(**fields | changes)
+    name, suffix = TARGETS[family]
+    fields = _target_fields(family, rope, changes)
+    model = getattr(transformers, name + "ForCausalLM")(getattr(transformers, name + suffix)(**fields))
+    _save(_randomise(model, seed), folder)
+    return Twin(model, *read_target(folder), folder)
+
+
+def vision_twin(folder: Path, family: str, seed: int = 0, **changes: Any) -> Twin:
+    """A random target with a vision tower, which text does not go through."""
+    name, _ = TARGETS[family]
+    fields = _target_fields(family, None, changes)
+    tied = fields["tie_word_embeddings"]
+    config = getattr(transformers, name + "Config")(
+        text_config=fields, vision_config=VISION, tie_word_embeddings=tied
     )
+    model = getattr(transformers, name + "ForConditionalGeneration")(config)
     _save(_randomise(model, seed), folder)
     return Twin(model, *read_target(folder), folder)
 
@@ -99,6 +130,11 @@ def draft_twin(
     return Twin(model, drafts.DFlash(config), jax.tree.map(jnp.asarray, params), folder)
 
 
+def _target_fields(family: str, rope: Mapping[str, Any] | None, changes: Mapping[str, Any]) -> dict[str, Any]:
+    own = {"vocab_size": VOCAB, "rope_parameters": _rope(rope), "tie_word_embeddings": False}
+    return {**SHAPE, **own, **OWN.get(family, {}), **changes}
+
+
 def read_target(folder: Path, dtype: Any = FLOAT32) -> tuple[Any, dict[str, Any]]:
     """(module, parameters) of a saved target, by our loaders."""
     config = hf.target_config(folder)
@@ -111,15 +147,18 @@ def _rope(changes: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _randomise(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Every parameter random: fresh norms are 1 and fresh biases 0, so a missing one would not show.
-    Matrices keep the size of what they multiply, so that no layer drowns in the residual stream."""
+    """Every parameter random: fresh norms are 1 (or the 0 of 1 + w) and fresh biases 0, so a missing one
+    would not show; vectors scatter around that. Matrices keep the size of what they multiply, so that no
+    layer drowns in the residual stream. Gated delta heads forget in a few to a few hundred tokens."""
     generator = torch.Generator().manual_seed(seed)
     for name, value in model.named_parameters():
         noise = torch.randn(value.shape, generator=generator)
-        if value.ndim == 1:
-            noise = 0.3 * noise + (0.0 if name.endswith("bias") else 1.0)
+        if name.endswith("A_log"):
+            noise = noise - 3.0
+        elif value.ndim == 1:
+            noise = 0.3 * noise + value.data
         elif "embed_tokens" not in name:
-            noise = noise / value.shape[1] ** 0.5
+            noise = noise / value.shape[-1] ** 0.5
         value.data.copy_(noise)
     return model.eval()
 
@@ -144,7 +183,8 @@ def torch_states(model: Any, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndar
     def catch(_module: Any, _inputs: Any, output: Any) -> None:
         caught.append(output[0] if isinstance(output, tuple) else output)
 
-    hooks = [layer.register_forward_hook(catch) for layer in model.model.layers]
+    decoder = getattr(model.model, "language_model", model.model)
+    hooks = [layer.register_forward_hook(catch) for layer in decoder.layers]
     out = model(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False)
     for hook in hooks:
         hook.remove()
@@ -153,6 +193,18 @@ def torch_states(model: Any, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndar
         assert torch.equal(state, out.hidden_states[layer + 1])
     assert not torch.allclose(caught[-1], out.hidden_states[-1])
     return torch.cat(caught, -1)[0].float().numpy(), out.logits[0].float().numpy()
+
+
+@torch.inference_mode()
+def torch_recurrent(model: Any, tokens: Sequence[int]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """{gated delta layer: (state [Hv, U, W], last inputs of its convolution [width, channels])} after one
+    sequence."""
+    layers = model(torch.tensor([list(tokens)]), use_cache=True).past_key_values.layers
+    return {
+        i: (layer.recurrent_states[0][0].numpy(), layer.conv_states[0][0].T.numpy())
+        for i, layer in enumerate(layers)
+        if hasattr(layer, "recurrent_states")
+    }
 
 
 # --- our side -----------------------------------------------------------------------------------------
