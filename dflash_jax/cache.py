@@ -13,8 +13,9 @@ the length.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -236,7 +237,9 @@ def join_trails(trails: list[Trail]) -> Trail:
         axis = 2 if isinstance(parts[0], KVCache) else 1
         whole = jax.tree.map(lambda *rows: jnp.concatenate(rows, axis=axis), *parts)
         # a tape's decay counts from the state before its own block
-        return whole.replace(decay=jnp.cumsum(whole.decay, axis=1)) if isinstance(whole, Tape) else whole
+        if isinstance(whole, Tape):
+            return dataclasses.replace(whole, decay=jnp.cumsum(whole.decay, axis=1))
+        return whole
 
     return tuple(joined(*parts) for parts in zip(*trails, strict=True))
 
@@ -263,7 +266,8 @@ def prefix_layer(layer: KVCache | RecurrentState, slots: int) -> KVCache | Recur
 
 
 def _resize(cache: Cache, change: Callable[[Array], Array]) -> Cache:
-    return cache.replace(layers=tuple(_resize_layer(layer, change) for layer in cache.layers))
+    layers: Any = tuple(_resize_layer(layer, change) for layer in cache.layers)
+    return dataclasses.replace(cache, layers=layers)
 
 
 def _resize_layer(

@@ -8,15 +8,15 @@ One round, a pure function of a state:
     commit    select the accepted rows into the next caches; the target's own choice after them is
               the next anchor ("implicit bonus": emitted now, forwarded in the next round)
 
-`generate` is `lax.while_loop(round)` on the device. `generate_stepwise` calls the same functions
-from Python, to look inside, to stream, and for the debugging modes. Autoregressive decoding is a
-round whose block is the anchor alone.
+The candidates are a chain or a tree (tree.py). `generate` is `lax.while_loop(round)` on the device;
+stepwise.py calls the same functions from Python, to look inside, to stream, and for the debugging modes.
+Autoregressive decoding is a round whose block is the anchor alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float
 
-from dflash_jax.block import Block, chain_block
+from dflash_jax.block import Block
 from dflash_jax.buckets import bucket, check_prompts, chunks_of, prefixes, stop_array
 from dflash_jax.cache import (
     DraftCache,
@@ -36,14 +36,12 @@ from dflash_jax.cache import (
     commit,
     draft_cache,
     grow,
-    join_trails,
     pad_trail,
     prefix,
     target_cache,
 )
 from dflash_jax.config import ConfigError, check_block_size
 from dflash_jax.generation import Generation, finish
-from dflash_jax.policy import Fixed
 from dflash_jax.prefill import (
     alike,
     begin,
@@ -64,40 +62,63 @@ from dflash_jax.sampling import (
 )
 from dflash_jax.state import AUTOREGRESSIVE, Models, Options, RoundState, RoundTrace, cut, emit
 from dflash_jax.targets import TargetOutput
+from dflash_jax.tree import (
+    Candidates,
+    anchor_alone,
+    draft_chain,
+    draft_tree,
+    first_nodes,
+    pad_candidates,
+    pad_rows,
+)
+
+
+@struct.dataclass
+class Drafted:
+    """The draft's half of a round, padded to the largest sizes. probs [B, C-1, V]: what sampled candidates
+    were drawn from, None for the draft's best. size: the block size."""
+
+    candidates: Candidates
+    probs: Array | None
+    size: Array
 
 
 @struct.dataclass
 class Verified:
-    """The read-only half of a round, padded to the largest block size."""
+    """The target's half, padded to the most nodes. offered: the most tokens that it can commit."""
 
     block: Block
     acceptance: Acceptance
     logprobs: Array
     features: Array
     trail: Trail
-    size: Array
+    offered: Array
+    expected: Array
+    nodes: Array
 
 
 # --- one round ----------------------------------------------------------------------------------------
 
 
 def round(models: Models, state: RoundState, options: Options) -> tuple[RoundState, RoundTrace]:
-    """Propose, verify, accept, commit. One of a few compiled (block size, cache prefix) pairs runs."""
+    """Propose, verify, accept, commit."""
     _check(models, state, options)
+    policy = options.policy
+    draft = partial(_draft, models, state, options)
+    drafted = _compiled_for(state, policy.sizes, policy.choose(state.policy), draft)
+    confidence = jnp.where(state.done[:, None], -jnp.inf, drafted.candidates.weight)
+    verify = partial(_verify, models, state, drafted, options)
+    verified = _compiled_for(state, policy.rows, policy.choose(state.policy, confidence), verify)
+    return _write(models, state, verified, options)
+
+
+def _compiled_for(state: RoundState, sizes: tuple[int, ...], chosen: Array | int, body: Callable) -> Any:
+    """body(size, slots) for the chosen size and the shortest cache prefix that covers what is committed."""
     compiled = prefixes(state.target_cache.slots, state.largest)
     longest = jnp.max(jnp.where(state.done, 0, state.target_cache.length))
     shortest = jnp.sum(longest > jnp.asarray(compiled), dtype=jnp.int32)
-    branch = options.policy.choose(state.policy) * len(compiled) + shortest
-    verified = lax.switch(
-        branch,
-        [
-            partial(_read, models, options=options, size=size, slots=slots)
-            for size in options.policy.sizes
-            for slots in compiled
-        ],
-        state,
-    )
-    return _write(models, state, verified, options)
+    branches = [partial(body, size, slots) for size in sizes for slots in compiled]
+    return lax.switch(chosen * len(compiled) + shortest, branches)
 
 
 def _check(models: Models, state: RoundState, options: Options) -> None:
@@ -112,35 +133,56 @@ def _check(models: Models, state: RoundState, options: Options) -> None:
         raise ConfigError("proposal 'sample' needs a temperature above 0: greedy decoding has one answer")
     if models.draft is not None and options.largest > 1:
         check_block_size(models.draft.config, options.largest)
+    if options.tree is not None:
+        if options.proposal == "sample":
+            raise ConfigError(
+                "proposal 'sample' is for chains: min(1, p/q) over a tree of the best is biased"
+            )
+        options.tree.check_block(options.largest)
+    most = options.largest if options.tree is None else options.tree.budget + 1
+    if options.nodes > most:
+        raise ConfigError(f"{options.nodes} nodes are to be verified, but the draft proposes {most}")
 
 
-def _read(models: Models, state: RoundState, options: Options, size: int, slots: int) -> Verified:
-    """The forwards of a round over a prefix of the caches. Writes nothing."""
-    block, draft_probs = propose(models, state, options, size, slots)
-    output = verify(models, state, block, slots, options)
-    return _judge(state, block, output, draft_probs, options)
+def _draft(models: Models, state: RoundState, options: Options, size: int, slots: int) -> Drafted:
+    candidates, probs = propose(models, state, options, size, slots)
+    if probs is not None:
+        probs = pad_rows(probs, options.largest - size)
+    return Drafted(pad_candidates(candidates, options.nodes), probs, jnp.asarray(size, jnp.int32))
 
 
 def propose(
     models: Models, state: RoundState, options: Options, size: int, slots: int
-) -> tuple[Block, Float[Array, "B c V"] | None]:
-    """The block to verify: the anchor and size - 1 candidates, all from one pass of the draft."""
-    anchor = state.anchor[:, None]
+) -> tuple[Candidates, Float[Array, "B c V"] | None]:
+    """What to verify: the anchor and its candidates, all from one pass of the draft."""
     if size == 1 or models.draft is None:
-        return chain_block(anchor), None
+        return anchor_alone(state.anchor), None
     with jax.named_scope("propose"):
         draft, head = models.draft, partial(models.run_target, method="head")
-        masks = jnp.full((anchor.shape[0], size - 1), draft.config.mask_token_id, jnp.int32)
-        embeddings = models.run_target(jnp.concatenate([anchor, masks], axis=1), method="embed")
+        masks = jnp.full((state.anchor.shape[0], size - 1), draft.config.mask_token_id, jnp.int32)
+        embeddings = models.run_target(
+            jnp.concatenate([state.anchor[:, None], masks], axis=1), method="embed"
+        )
+        assert state.draft_cache is not None
         context = prefix(state.draft_cache, slots)
         hidden = models.run_draft(context, embeddings, method="propose")
         logits = draft.logits(hidden, head)
         if options.proposal == "sample":
             positions = state.target_cache.length[:, None] + jnp.arange(1, size)[None]
-            candidates, probs = propose_samples(logits, state.sampling, state.seeds, positions)
-        else:
-            candidates, probs = most_likely(logits), None
-    return chain_block(jnp.concatenate([anchor, candidates], axis=1)), probs
+            tokens, probs = propose_samples(logits, state.sampling, state.seeds, positions)
+            return draft_chain(state.anchor, logits, tokens), probs
+        if options.tree is not None:
+            return draft_tree(state.anchor, logits, options.tree), None
+        return draft_chain(state.anchor, logits, most_likely(logits)), None
+
+
+def _verify(
+    models: Models, state: RoundState, drafted: Drafted, options: Options, nodes: int, slots: int
+) -> Verified:
+    candidates = first_nodes(drafted.candidates, nodes)
+    probs = None if drafted.probs is None else drafted.probs[:, : nodes - 1]
+    output = verify(models, state, candidates.block, slots, options)
+    return _judge(state, Drafted(candidates, probs, drafted.size), output, options)
 
 
 def verify(models: Models, state: RoundState, block: Block, slots: int, options: Options) -> TargetOutput:
@@ -151,31 +193,28 @@ def verify(models: Models, state: RoundState, block: Block, slots: int, options:
         return models.run_target(block, cache, models.taps, trail=remember)
 
 
-def _judge(
-    state: RoundState, block: Block, output: TargetOutput, draft_probs: Array | None, options: Options
-) -> Verified:
+def _judge(state: RoundState, drafted: Drafted, output: TargetOutput, options: Options) -> Verified:
     assert output.logits is not None
+    block = drafted.candidates.block
     positions = state.target_cache.length[:, None] + block.depth + 1
-    accepted = accept(block, output.logits, state.sampling, state.seeds, positions, draft_probs)
-    logprobs = jnp.zeros(accepted.tokens.shape, jnp.float32)
+    accepted = accept(block, output.logits, state.sampling, state.seeds, positions, drafted.probs)
+    path, tokens = accepted.path[:, : options.largest], accepted.tokens[:, : options.largest]
+    logprobs = jnp.zeros(tokens.shape, jnp.float32)
     if options.logprobs:
-        rows = jnp.take_along_axis(output.logits, accepted.path[:, :, None], axis=1)
-        logprobs = log_probability(rows, accepted.tokens)
-    wide = partial(_pad_rows, rows=options.largest - block.size)
+        rows = jnp.take_along_axis(output.logits, path[:, :, None], axis=1)
+        logprobs = log_probability(rows, tokens)
+    extra, short = options.nodes - block.size, options.largest - path.shape[1]
     return Verified(
-        block=Block(wide(block.tokens), wide(block.parents), wide(block.depth),
-                    wide(wide(block.ancestors), axis=2), wide(block.valid), block.chain),
-        acceptance=Acceptance(wide(accepted.path), accepted.count, wide(accepted.tokens),
-                              wide(accepted.choices)),
-        logprobs=wide(logprobs),
-        features=wide(output.features),
-        trail=pad_trail(output.trail, options.largest - block.size),
-        size=jnp.asarray(block.size, jnp.int32),
+        block=pad_candidates(drafted.candidates, options.nodes).block,
+        acceptance=Acceptance(pad_rows(path, short), accepted.count, pad_rows(tokens, short),
+                              pad_rows(accepted.choices, extra)),
+        logprobs=pad_rows(logprobs, short),
+        features=pad_rows(output.features, extra),
+        trail=pad_trail(output.trail, extra),
+        offered=jnp.minimum(drafted.size, block.size),
+        expected=jnp.exp(drafted.candidates.weight).sum(-1),
+        nodes=jnp.asarray(block.size, jnp.int32),
     )  # fmt: skip
-
-
-def _pad_rows(x: Array, rows: int, axis: int = 1) -> Array:
-    return jnp.pad(x, [(0, rows if i == axis else 0) for i in range(x.ndim)]) if rows else x
 
 
 def _write(
@@ -204,11 +243,12 @@ def _write(
         state = dataclasses.replace(
             state,
             committed=lax.dynamic_update_slice(state.committed, kept[:, None], (0, state.rounds)),
-            sizes=lax.dynamic_update_slice(state.sizes, verified.size[None], (state.rounds,)),
+            sizes=lax.dynamic_update_slice(state.sizes, verified.offered[None], (state.rounds,)),
+            nodes=lax.dynamic_update_slice(state.nodes, verified.nodes[None], (state.rounds,)),
             rounds=state.rounds + 1,
-            policy=options.policy.update(state.policy, kept),
+            policy=options.policy.update(state.policy, kept, verified.expected),
         )
-    return state, RoundTrace(verified.block, accepted, kept)
+    return state, RoundTrace(verified.block, accepted, kept, verified.expected)
 
 
 # --- the loops ----------------------------------------------------------------------------------------
@@ -230,93 +270,12 @@ def generate_autoregressive(models: Models, state: RoundState, logprobs: bool = 
 
 
 round_step = jax.jit(round, static_argnames="options")
-propose_step = jax.jit(propose, static_argnames=("options", "size", "slots"))
+# The parts of a round as programs of their own, for generate_stepwise and for timing.
+propose_step = jax.jit(_draft, static_argnames=("options", "size", "slots"))
 verify_step = jax.jit(verify, static_argnames=("slots", "options"))
 judge_step = jax.jit(_judge, static_argnames="options")
 write_step = jax.jit(_write, static_argnames=("options", "counted"))
 commit_step = jax.jit(commit)
-
-
-def generate_stepwise(
-    models: Models,
-    state: RoundState,
-    options: Options,
-    *,
-    policy: Any = None,
-    verify: Literal["batched", "sequential"] = "batched",
-    bonus: Literal["implicit", "explicit"] = "implicit",
-) -> Iterator[tuple[RoundState, RoundTrace]]:
-    """The same rounds from Python: yields (state, trace) after each.
-
-    policy: any object with `init`, `update`, `choose` and `sizes`, called on the host.
-    verify "sequential": one-row forwards along the chain, the debugging reference of batched verify.
-    bonus "explicit": the round's last token is forwarded at once; that adds a forward (and the
-    token it yields), not a count to tau.
-    options.rollback "replay": the old cache is the snapshot, and the accepted tokens are forwarded
-    again one by one, the debugging reference of selection.
-    """
-    chooser, p = policy, policy.init() if policy is not None else None
-    replays = options.rollback == "replay"
-    options = dataclasses.replace(options, rollback="tape") if replays else options
-    while not bool(jnp.all(state.done)):
-        now, before = options, state
-        if chooser is not None:
-            size = int(chooser.sizes[int(chooser.choose(p))])
-            now = dataclasses.replace(options, policy=Fixed(size))
-            state = dataclasses.replace(state, policy=())
-        if verify == "sequential":
-            state, trace = _sequential_round(models, state, now)
-        else:
-            state, trace = round_step(models, state, now)
-        if chooser is not None:
-            p = chooser.update(p, trace.kept)
-        state = _replayed(models, before, state, trace, options) if replays else state
-        yield state, trace
-        if bonus == "explicit" and not bool(jnp.all(state.done)):
-            before = state
-            state, trace = _bonus(models, state, options)
-            state = _replayed(models, before, state, trace, options) if replays else state
-            yield state, trace
-
-
-def _sequential_round(models: Models, state: RoundState, options: Options) -> tuple[RoundState, RoundTrace]:
-    slots = state.target_cache.slots
-    size = options.policy.sizes[int(options.policy.choose(state.policy))]
-    block, draft_probs = propose_step(models, state, options, size, slots)
-    step = state
-    outputs: list[TargetOutput] = []
-    for i in range(block.size):
-        output = verify_step(models, step, chain_block(block.tokens[:, i : i + 1]), slots, options)
-        ones = jnp.ones(block.tokens.shape[0], jnp.int32)
-        cache = commit_step(step.target_cache, output.trail, ones[:, None] * 0, ones)
-        step = dataclasses.replace(step, target_cache=cache)
-        outputs.append(output)
-    logits = jnp.concatenate([o.logits for o in outputs if o.logits is not None], axis=1)
-    features = jnp.concatenate([o.features for o in outputs], axis=1)
-    output = TargetOutput(logits, features, join_trails([o.trail for o in outputs]))
-    return write_step(models, state, judge_step(state, block, output, draft_probs, options), options)
-
-
-def _bonus(models: Models, state: RoundState, options: Options) -> tuple[RoundState, RoundTrace]:
-    slots = state.target_cache.slots
-    block, _ = propose_step(models, state, options, 1, slots)
-    output = verify_step(models, state, block, slots, options)
-    verified = judge_step(state, block, output, None, options)
-    return write_step(models, state, verified, options, counted=False)
-
-
-def _replayed(
-    models: Models, before: RoundState, after: RoundState, trace: RoundTrace, options: Options
-) -> RoundState:
-    """`after` with the cache that forwarding the kept tokens one by one from `before` gives."""
-    tokens = jnp.take_along_axis(trace.block.tokens, trace.acceptance.path, axis=1)
-    step, slots = before, before.target_cache.slots
-    for i in range(int(trace.kept.max())):
-        output = verify_step(models, step, chain_block(tokens[:, i : i + 1]), slots, options)
-        count = (trace.kept > i).astype(jnp.int32)
-        cache = commit_step(step.target_cache, output.trail, jnp.zeros_like(tokens[:, :1]), count)
-        step = dataclasses.replace(step, target_cache=cache)
-    return dataclasses.replace(after, target_cache=step.target_cache)
 
 
 # --- starting, continuing, reading ----------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Block-size policies: how many rows the next round drafts and verifies.
 
 A policy is a frozen (hashable) object with three pure functions, so the compiled loop can carry its
-state: `init() -> p`, `update(p, committed) -> p`, `choose(p, confidence) -> index into sizes`. One
-size per batch and round. The stepwise loop takes any Python object with the same methods.
+state: `init() -> p`, `update(p, committed, expected) -> p`, `choose(p) -> index into sizes` before the
+draft runs and `choose(p, confidence) -> index into rows` after it. One size per batch and round. The
+stepwise loop takes any Python object with the same methods.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from dflash_jax.config import ConfigError
 
 @runtime_checkable
 class Policy(Protocol):
-    """sizes: the compiled block sizes, ascending. committed [B]: tokens each row committed in the
-    round, 0 for rows that are done. confidence: the draft's, once it has drafted; None before."""
+    """sizes, rows: the compiled block sizes and numbers of verified nodes (both with the anchor), ascending.
+    confidence [B, T]: log-probability of every candidate's path under the draft, -inf for padding and for
+    rows that are done. committed [B]: tokens each row committed in the round, 0 for rows that are done;
+    expected [B]: what the draft's confidence promised of the nodes that were verified."""
 
     @property
     def sizes(self) -> tuple[int, ...]: ...
+    @property
+    def rows(self) -> tuple[int, ...]: ...
     def init(self) -> Any: ...
-    def update(self, p: Any, committed: Int[Array, " B"]) -> Any: ...
+    def update(self, p: Any, committed: Int[Array, " B"], expected: Float[Array, " B"]) -> Any: ...
     def choose(self, p: Any, confidence: Array | None = None) -> Any: ...
 
 
@@ -35,19 +40,27 @@ def _check(sizes: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True)
 class Fixed:
+    """verified: nodes that the target looks at, when they are not the block (a tree)."""
+
     size: int
+    verified: int = 0
 
     def __post_init__(self) -> None:
         _check(self.sizes)
+        _check(self.rows)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         return (self.size,)
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return (self.verified or self.size,)
+
     def init(self) -> tuple[()]:
         return ()
 
-    def update(self, p: tuple[()], committed: Int[Array, " B"]) -> tuple[()]:
+    def update(self, p: tuple[()], committed: Array, expected: Array) -> tuple[()]:
         return p
 
     def choose(self, p: tuple[()], confidence: Array | None = None) -> int:
@@ -71,10 +84,17 @@ class Adaptive:
     def __post_init__(self) -> None:
         _check(self.sizes)
 
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The whole block is verified, whatever the draft thinks of it."""
+        return self.sizes
+
     def init(self) -> Float[Array, ""]:
         return jnp.asarray(1 + (self.sizes[-1] - 1) / self.headroom, jnp.float32)
 
-    def update(self, p: Float[Array, ""], committed: Int[Array, " B"]) -> Float[Array, ""]:
+    def update(
+        self, p: Float[Array, ""], committed: Int[Array, " B"], expected: Float[Array, " B"]
+    ) -> Float[Array, ""]:
         active = jnp.maximum((committed > 0).sum(), 1)
         mean = committed.sum().astype(jnp.float32) / active.astype(jnp.float32)
         return self.memory * p + (1 - self.memory) * mean

@@ -10,7 +10,7 @@ the memory of both).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -98,7 +98,8 @@ def layer_chunk(
     steps = _steps(x.shape[1], count)
     view = target.apply({}, _chunk(steps, count), length, slots, method="view")
     own = {"params": {f"layers_{index}": params}}
-    x, left = target.apply(own, index, x, view, prefix_layer(cache, slots), "tape", method="run_layer")
+    read = prefix_layer(cache, slots)
+    x, left = cast(tuple[Array, Any], target.apply(own, index, x, view, read, "tape", method="run_layer"))
     return x, commit_layer(cache, left, steps, count, length)
 
 
@@ -137,6 +138,7 @@ def begin(
         limit=limit,
         committed=jnp.zeros((batch, budget), jnp.int32),
         sizes=jnp.zeros(budget, jnp.int32),
+        nodes=jnp.zeros(budget, jnp.int32),
         rounds=jnp.zeros((), jnp.int32),
         reason=jnp.full(batch, RUNNING, jnp.int32),
         seeds=seeds,

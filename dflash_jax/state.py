@@ -18,6 +18,7 @@ from dflash_jax.drafts.dflash import DFlash
 from dflash_jax.policy import Fixed, Policy
 from dflash_jax.sampling import Acceptance, Sampling
 from dflash_jax.targets import Decoder
+from dflash_jax.tree import TreeShape
 
 RUNNING, STOP, LENGTH = 0, 1, 2  # finish reasons
 
@@ -50,8 +51,9 @@ class Models:
 class Options:
     """Static choices of a compiled round.
 
-    policy: block sizes (anchor included). proposal: candidates are the draft's argmax (matching), or
-    samples of it (rejection; needs temperature > 0). logprobs: keep log p of every emitted token.
+    policy: block sizes (anchor included). tree: candidates form a tree of this shape; None: a chain.
+    proposal: candidates are the draft's best (matching), or samples of it (rejection; chains only, needs
+    temperature > 0). logprobs: keep log p of every emitted token.
     rollback: what a verify remembers of recurrent layers, so that any node can be committed: a "tape" or
     all "states"; "replay" remembers nothing and forwards the accepted tokens again (stepwise loop only).
     """
@@ -60,10 +62,17 @@ class Options:
     proposal: Literal["argmax", "sample"] = "argmax"
     logprobs: bool = False
     rollback: Literal["tape", "states", "replay"] = "tape"
+    tree: TreeShape | None = None
 
     @property
     def largest(self) -> int:
+        """The largest block: no round commits more."""
         return self.policy.sizes[-1]
+
+    @property
+    def nodes(self) -> int:
+        """The most nodes that a round verifies."""
+        return self.policy.rows[-1]
 
 
 AUTOREGRESSIVE = Options(Fixed(1))
@@ -77,8 +86,9 @@ class RoundState:
     newest emitted token, is in no cache yet).
 
     tokens [B, N] i32 and emitted [B]: the output so far; limit [B]: its budget. logprobs [B, N] f32.
-    committed [B, R] i32: tokens kept per row and round; sizes [R]: the block size of each round;
-    rounds []: how many ran. done [B], reason [B]: RUNNING, STOP or LENGTH. stops [n] i32: stop ids.
+    committed [B, R] i32: tokens kept per row and round; sizes [R]: the most that each round could have
+    kept (its block size, or fewer verified rows); nodes [R]: how many nodes it verified; rounds []: how
+    many ran. done [B], reason [B]: RUNNING, STOP or LENGTH. stops [n] i32: stop ids.
     """
 
     target_cache: TargetCache
@@ -90,6 +100,7 @@ class RoundState:
     limit: Array
     committed: Array
     sizes: Array
+    nodes: Array
     rounds: Array
     reason: Array
     seeds: Array
@@ -110,11 +121,13 @@ class RoundState:
 @struct.dataclass
 class RoundTrace:
     """What one round saw, for looking inside: block.tokens are the anchor and the candidates,
-    acceptance.choices the target's; kept [B] is what the stop tokens and the budget left."""
+    acceptance.choices the target's; kept [B] is what the stop tokens and the budget left, expected [B] what
+    the draft's confidence promised."""
 
     block: Block
     acceptance: Acceptance
     kept: Array
+    expected: Array
 
 
 def cut(

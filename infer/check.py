@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dflash_jax import decode
+from dflash_jax import decode, stepwise
 from dflash_jax.generation import DraftWarning, Generation, finish
 from dflash_jax.sampling import Sampling, sampling
 from dflash_jax.state import AUTOREGRESSIVE, Models, Options, RoundState
@@ -46,7 +46,7 @@ class Arm:
 
 
 def _stepwise(models: Models, state: RoundState, options: Options) -> RoundState:
-    for after, _ in decode.generate_stepwise(models, state, options):
+    for after, _ in stepwise.generate_stepwise(models, state, options):
         state = after
     return state
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import decode
+from dflash_jax import decode, stepwise
 from dflash_jax.buckets import bucket
 from dflash_jax.cache import cache_bytes
 from dflash_jax.config import ConfigError
@@ -179,7 +179,7 @@ class Session:
         state = _stopped(state, show(state))
         resumable = state
         while not bool(np.asarray(state.done).all()):
-            for after, trace in decode.generate_stepwise(
+            for after, trace in stepwise.generate_stepwise(
                 models, state, how.options, verify=settings.verify, bonus=settings.bonus
             ):
                 if on_round:

@@ -77,9 +77,10 @@ def stages(models: Models, prompt: Sequence[int], size: int, repeats: int) -> di
     options = Options(Fixed(size))
     state = decode.prefill(models, [prompt], options, max_new_tokens=64)
     slots = next(n for n in prefixes(state.target_cache.slots, size) if n >= len(prompt))
-    draft, (block, probs) = seconds(lambda: decode.propose_step(models, state, options, size, slots), repeats)
+    draft, drafted = seconds(lambda: decode.propose_step(models, state, options, size, slots), repeats)
+    block = drafted.candidates.block
     verify, output = seconds(lambda: decode.verify_step(models, state, block, slots, options), repeats)
-    accept, verified = seconds(lambda: decode.judge_step(state, block, output, probs, options), repeats)
+    accept, verified = seconds(lambda: decode.judge_step(state, drafted, output, options), repeats)
     write, _ = seconds(lambda: decode.write_step(models, state, verified, options), repeats)
     whole, _ = seconds(lambda: decode.round_step(models, state, options), repeats)
     named = {"draft": draft, "verify": verify, "accept": accept, "commit": write, "round": whole}

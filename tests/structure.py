@@ -12,8 +12,8 @@ MAX_LINES = 500
 # A module may import those on its left only, and within its own subpackage what it likes. Models know
 # nothing of files and files nothing of models: they meet in `pair`.
 MODELS = (
-    "config < block < cache < layers gated_delta moe < targets drafts < tree sampling policy < "
-    "buckets state < generation prefill < decode"
+    "config < block < cache < layers gated_delta moe < targets drafts < sampling policy < tree < "
+    "buckets state < generation prefill < decode < stepwise"
 )
 FILES = (
     "config < weights < vocabulary chat_template streaming tables < shortnames < fetch < sources < tokenizer"

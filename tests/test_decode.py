@@ -33,7 +33,7 @@ from decoding import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash_jax import decode
+from dflash_jax import decode, stepwise
 from dflash_jax.config import ConfigError
 from dflash_jax.generation import DraftWarning, finish
 from dflash_jax.policy import Adaptive, Fixed
@@ -46,9 +46,9 @@ def start(models: Models, options: Options = BLOCKS, **request: Any) -> RoundSta
     return decode.prefill(models, PROMPTS, options, seeds=SEEDS, **request)
 
 
-def stepwise(models: Models, state: RoundState, options: Options = BLOCKS, **mode: Any):
+def stepped(models: Models, state: RoundState, options: Options = BLOCKS, **mode: Any):
     """All (state, trace) of the Python loop."""
-    steps = list(decode.generate_stepwise(models, state, options, **mode))
+    steps = list(stepwise.generate_stepwise(models, state, options, **mode))
     return steps, steps[-1][0]
 
 
@@ -132,7 +132,7 @@ def test_a_stop_token_in_the_prompt_is_not_looked_at() -> None:
 def test_a_finished_row_stays_as_it_is() -> None:
     """Row 0 has a budget of 3: from then on its output, caches' lengths and anchor do not change."""
     models = perfect()
-    steps, last = stepwise(models, start(models, max_new_tokens=[3] + [BUDGET] * 7))
+    steps, last = stepped(models, start(models, max_new_tokens=[3] + [BUDGET] * 7))
     frozen = None
     for state, trace in steps:
         if frozen is not None:
@@ -181,7 +181,7 @@ def test_lengths_and_anchors_after_every_round() -> None:
     wrong = rng.random((8, BUDGET + C)) < 0.25
     models = perfect(placed(wrong))
     before = start(models)
-    steps, _ = stepwise(models, before)
+    steps, _ = stepped(models, before)
     for state, trace in steps:
         np.testing.assert_array_equal(
             state.target_cache.length, np.array(LENGTHS) + np.asarray(state.emitted) - 1
@@ -204,7 +204,7 @@ def compiled() -> RoundState:
 
 
 def test_stepwise_is_the_compiled_loop(compiled: RoundState) -> None:
-    steps, last = stepwise(pair(), start(pair()))
+    steps, last = stepped(pair(), start(pair()))
     assert len(steps) == int(compiled.rounds)
     assert_same_run(last, compiled)
     assert finish(last) == finish(compiled)
@@ -212,20 +212,20 @@ def test_stepwise_is_the_compiled_loop(compiled: RoundState) -> None:
 
 def test_the_loops_can_be_mixed(compiled: RoundState) -> None:
     """Any state of the stepwise loop is a state that the compiled loop goes on from."""
-    steps, _ = stepwise(pair(), start(pair()))
+    steps, _ = stepped(pair(), start(pair()))
     for i in (0, 5, len(steps) - 1):
         assert_same_run(decode.generate(pair(), steps[i][0], BLOCKS), compiled)
 
 
 def test_sequential_verify_is_batched_verify(compiled: RoundState) -> None:
-    _, last = stepwise(pair(), start(pair()), verify="sequential")
+    _, last = stepped(pair(), start(pair()), verify="sequential")
     assert_same_run(last, compiled)
 
 
 def test_explicit_bonus_adds_a_forward_and_no_round() -> None:
     models = perfect()
     implicit = decode.generate(models, start(models), BLOCKS)
-    steps, last = stepwise(models, start(models), bonus="explicit")
+    steps, last = stepped(models, start(models), bonus="explicit")
     assert finish(last).tokens == finish(implicit).tokens == autoregressive()
     # Rounds of C and bonuses of 1 take turns until the budget: 1 + 8 + 1 + 8 + 1 + ... = 40.
     kept = [int(trace.kept[0]) for _, trace in steps]
@@ -246,7 +246,7 @@ def test_a_policy_on_the_host_sees_what_was_kept() -> None:
         def init(self) -> int:
             return 0
 
-        def update(self, p: int, committed: np.ndarray) -> int:
+        def update(self, p: int, committed: np.ndarray, expected: Any) -> int:
             self.seen.append(committed)
             return p + 1
 
@@ -254,7 +254,7 @@ def test_a_policy_on_the_host_sees_what_was_kept() -> None:
             return p % 2
 
     policy = Alternate()
-    steps, last = stepwise(perfect(), start(perfect()), policy=policy)
+    steps, last = stepped(perfect(), start(perfect()), policy=policy)
     assert finish(last).tokens == autoregressive()
     sizes = finish(last).sizes
     assert sizes == [(4, C)[i % 2] for i in range(len(steps))]
@@ -274,7 +274,7 @@ def adaptive_run(accepted: Sequence[int]) -> tuple[list[int], list[int]]:
     for most in accepted:
         sizes.append(policy.sizes[int(policy.choose(p))])
         kept.append(min(sizes[-1], most + 1, BUDGET - 1 - sum(kept)))
-        p = policy.update(p, jnp.asarray(kept[-1:], jnp.int32))
+        p = policy.update(p, jnp.asarray(kept[-1:], jnp.int32), jnp.zeros(1))
         if sum(kept) == BUDGET - 1:
             return sizes, kept
     raise AssertionError("too few rounds")
@@ -301,7 +301,7 @@ def test_adaptive_on_the_host_is_adaptive_on_the_device() -> None:
     rng = np.random.default_rng(1)
     models = perfect(placed(rng.random((8, BUDGET + C)) < 0.8))
     state = decode.generate(models, start(models, ADAPTIVE), ADAPTIVE)
-    _, last = stepwise(models, start(models), policy=ADAPTIVE.policy)
+    _, last = stepped(models, start(models), policy=ADAPTIVE.policy)
     assert finish(last) == finish(state)
     assert finish(state).tokens == autoregressive()
     assert set(finish(state).sizes) == {2, 4, C}
@@ -330,7 +330,7 @@ def test_states_are_never_changed() -> None:
     first = decode.generate(pair(), state, BLOCKS)
     for leaf in jax.tree.leaves(state):
         assert not leaf.is_deleted()
-    _, again = stepwise(pair(), state)
+    _, again = stepped(pair(), state)
     decode.generate_autoregressive(pair(), state)
     assert_unchanged(state, before)
     assert_same_run(first, again)
@@ -407,7 +407,7 @@ def test_sampled_proposals_need_a_temperature() -> None:
 def test_traces_show_the_round() -> None:
     """Candidates, the target's choices after each, and what was kept of them, sampled."""
     state = start(pair(), how=warm())
-    step: tuple[RoundState, RoundTrace] = next(iter(decode.generate_stepwise(pair(), state, BLOCKS)))
+    step: tuple[RoundState, RoundTrace] = next(iter(stepwise.generate_stepwise(pair(), state, BLOCKS)))
     _, trace = step
     tokens, choices = np.asarray(trace.block.tokens), np.asarray(trace.acceptance.choices)
     for row in range(8):

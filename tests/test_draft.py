@@ -12,7 +12,7 @@ import pytest
 import reference
 from decoding import BLOCKS, BUDGET, PROMPTS, assert_caches_close, pair
 
-from dflash_jax import decode, drafts, testing
+from dflash_jax import decode, drafts, stepwise, testing
 from dflash_jax.cache import DraftCache, draft_cache
 from dflash_jax.config import FULL, SLIDING, DraftConfig, RopeConfig
 from dflash_jax.drafts import DFlash
@@ -205,7 +205,7 @@ def test_the_loop_proposes_what_the_reference_proposes() -> None:
     assert models.draft is not None
     target, draft = models.target.config, models.draft.config
     state = decode.prefill(models, PROMPTS, BLOCKS, max_new_tokens=BUDGET)
-    _, trace = next(iter(decode.generate_stepwise(models, state, BLOCKS)))
+    _, trace = next(iter(stepwise.generate_stepwise(models, state, BLOCKS)))
     table = np.asarray(models.target_params["embed_tokens"]["weight"], np.float64)
     for row, prompt in enumerate(PROMPTS):
         _, after = reference.target(target, models.target_params, prompt)

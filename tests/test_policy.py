@@ -16,14 +16,14 @@ def after(policy: Adaptive, rounds: list[list[int]]) -> int:
     """The size that follows these rounds, from the start."""
     p = policy.init()
     for committed in rounds:
-        p = policy.update(p, jnp.asarray(committed, jnp.int32))
+        p = policy.update(p, jnp.asarray(committed, jnp.int32), jnp.zeros(1))
     return policy.sizes[int(policy.choose(p))]
 
 
 def test_fixed_has_no_state() -> None:
     policy = Fixed(5)
     assert policy.sizes == (5,)
-    assert policy.choose(policy.update(policy.init(), jnp.asarray([3], jnp.int32))) == 0
+    assert policy.choose(policy.update(policy.init(), jnp.asarray([3], jnp.int32), jnp.zeros(1))) == 0
 
 
 @pytest.mark.parametrize("sizes", [(), (4, 2), (2, 2), (0, 2), (-1,)])
@@ -54,12 +54,12 @@ def test_adaptive_grows_back_one_size_at_a_time_when_blocks_are_accepted_whole()
     """Each size that is accepted whole must be able to ask for the next: else the policy is stuck."""
     p = ADAPTIVE.init()
     for _ in range(40):
-        p = ADAPTIVE.update(p, jnp.asarray([1], jnp.int32))
+        p = ADAPTIVE.update(p, jnp.asarray([1], jnp.int32), jnp.zeros(1))
     seen = []
     for _ in range(60):
         size = ADAPTIVE.sizes[int(ADAPTIVE.choose(p))]
         seen.append(size)
-        p = ADAPTIVE.update(p, jnp.asarray([size], jnp.int32))
+        p = ADAPTIVE.update(p, jnp.asarray([size], jnp.int32), jnp.zeros(1))
     assert [size for i, size in enumerate(seen) if i == 0 or seen[i - 1] != size] == [2, 4, 8, 16]
 
 
@@ -72,8 +72,8 @@ def test_adaptive_keeps_the_smallest_size_with_headroom() -> None:
 
 def test_rows_that_are_done_do_not_count() -> None:
     p = ADAPTIVE.init()
-    alone = ADAPTIVE.update(p, jnp.asarray([4, 2], jnp.int32))
-    with_done = ADAPTIVE.update(p, jnp.asarray([4, 0, 2, 0], jnp.int32))
+    alone = ADAPTIVE.update(p, jnp.asarray([4, 2], jnp.int32), jnp.zeros(2))
+    with_done = ADAPTIVE.update(p, jnp.asarray([4, 0, 2, 0], jnp.int32), jnp.zeros(4))
     np.testing.assert_array_equal(alone, with_done)
     np.testing.assert_allclose(float(alone), 0.8 * float(p) + 0.2 * 3, rtol=1e-6)
-    assert np.isfinite(float(ADAPTIVE.update(p, jnp.zeros(3, jnp.int32))))
+    assert np.isfinite(float(ADAPTIVE.update(p, jnp.zeros(3, jnp.int32), jnp.zeros(3))))

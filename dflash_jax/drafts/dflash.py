@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.cache import DraftCache, KVCache, Trail, draft_cache, extend_context
+from dflash_jax.cache import DraftCache, KVCache, draft_cache, extend_context
 from dflash_jax.config import DraftConfig
 from dflash_jax.layers import (
     Linear,
@@ -86,7 +86,9 @@ class DFlash(nn.Module):
         """Feature fusion (paper 3.2): P tapped states per position to one context vector."""
         return self.hidden_norm(self.fc(features))
 
-    def context_rows(self, features: Float[Array, "B T PD"], positions: Int[Array, "B T"]) -> Trail:
+    def context_rows(
+        self, features: Float[Array, "B T PD"], positions: Int[Array, "B T"]
+    ) -> tuple[KVCache, ...]:
         """KV injection (paper 3.2): the context's keys and values in every layer. The context does
         not pass through a layer's input norm."""
         context = self.fuse(features)
