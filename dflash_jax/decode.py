@@ -34,6 +34,7 @@ from dflash_jax.cache import (
     TargetCache,
     Trail,
     commit,
+    commit_layer,
     draft_cache,
     grow,
     pad_trail,
@@ -42,6 +43,7 @@ from dflash_jax.cache import (
 )
 from dflash_jax.config import ConfigError, check_block_size
 from dflash_jax.generation import Generation, finish
+from dflash_jax.policy import Seen
 from dflash_jax.prefill import (
     alike,
     begin,
@@ -49,6 +51,7 @@ from dflash_jax.prefill import (
     extend_chunk,
     last_logits,
     layer_chunk,
+    one_layer,
     whole_chunk,
 )
 from dflash_jax.sampling import (
@@ -156,7 +159,7 @@ def propose(
 ) -> tuple[Candidates, Float[Array, "B c V"] | None]:
     """What to verify: the anchor and its candidates, all from one pass of the draft."""
     if size == 1 or models.draft is None:
-        return anchor_alone(state.anchor), None
+        return anchor_alone(state.anchor, chain=options.tree is None), None
     with jax.named_scope("propose"):
         draft, head = models.draft, partial(models.run_target, method="head")
         masks = jnp.full((state.anchor.shape[0], size - 1), draft.config.mask_token_id, jnp.int32)
@@ -239,6 +242,7 @@ def _write(
         emitted=state.emitted + kept,
         reason=reason,
     )
+    seen = Seen(kept, verified.offered, verified.expected)
     if counted:
         state = dataclasses.replace(
             state,
@@ -246,9 +250,9 @@ def _write(
             sizes=lax.dynamic_update_slice(state.sizes, verified.offered[None], (state.rounds,)),
             nodes=lax.dynamic_update_slice(state.nodes, verified.nodes[None], (state.rounds,)),
             rounds=state.rounds + 1,
-            policy=options.policy.update(state.policy, kept, verified.expected),
+            policy=options.policy.update(state.policy, seen),
         )
-    return state, RoundTrace(verified.block, accepted, kept, verified.expected)
+    return state, RoundTrace(verified.block, accepted, seen)
 
 
 # --- the loops ----------------------------------------------------------------------------------------
@@ -276,6 +280,9 @@ verify_step = jax.jit(verify, static_argnames=("slots", "options"))
 judge_step = jax.jit(_judge, static_argnames="options")
 write_step = jax.jit(_write, static_argnames=("options", "counted"))
 commit_step = jax.jit(commit)
+# One layer's share of them, for timing.
+layer_step = jax.jit(one_layer, static_argnames=("target", "index", "slots", "trail"))
+commit_layer_step = jax.jit(commit_layer)
 
 
 # --- starting, continuing, reading ----------------------------------------------------------------------

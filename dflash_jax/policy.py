@@ -1,9 +1,9 @@
-"""Block-size policies: how many rows the next round drafts and verifies.
+"""Block-size policies: how many candidates the next round drafts, and how many of them it verifies.
 
 A policy is a frozen (hashable) object with three pure functions, so the compiled loop can carry its
-state: `init() -> p`, `update(p, committed, expected) -> p`, `choose(p) -> index into sizes` before the
-draft runs and `choose(p, confidence) -> index into rows` after it. One size per batch and round. The
-stepwise loop takes any Python object with the same methods.
+state: `init() -> p`, `update(p, seen) -> p`, `choose(p) -> index into sizes` before the draft runs and
+`choose(p, confidence) -> index into rows` after it. One size per batch and round. The stepwise loop takes
+any Python object with the same methods.
 """
 
 from __future__ import annotations
@@ -12,24 +12,34 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import ConfigError
 
 
+@struct.dataclass
+class Seen:
+    """What a round teaches. committed [B] i32: tokens of each row, 0 where it was done; offered []: the most that
+    it could have committed; expected [B] f32: what the draft's confidence promised of the verified nodes."""
+
+    committed: Array
+    offered: Array
+    expected: Array
+
+
 @runtime_checkable
 class Policy(Protocol):
     """sizes, rows: the compiled block sizes and numbers of verified nodes (both with the anchor), ascending.
-    confidence [B, T]: log-probability of every candidate's path under the draft, -inf for padding and for
-    rows that are done. committed [B]: tokens each row committed in the round, 0 for rows that are done;
-    expected [B]: what the draft's confidence promised of the nodes that were verified."""
+    confidence [B, T]: log-probability of every candidate's path under the draft (0 for the anchor), -inf for
+    padding and for rows that are done."""
 
     @property
     def sizes(self) -> tuple[int, ...]: ...
     @property
     def rows(self) -> tuple[int, ...]: ...
     def init(self) -> Any: ...
-    def update(self, p: Any, committed: Int[Array, " B"], expected: Float[Array, " B"]) -> Any: ...
+    def update(self, p: Any, seen: Seen) -> Any: ...
     def choose(self, p: Any, confidence: Array | None = None) -> Any: ...
 
 
@@ -60,45 +70,105 @@ class Fixed:
     def init(self) -> tuple[()]:
         return ()
 
-    def update(self, p: tuple[()], committed: Array, expected: Array) -> tuple[()]:
+    def update(self, p: tuple[()], seen: Seen) -> tuple[()]:
         return p
 
     def choose(self, p: tuple[()], confidence: Array | None = None) -> int:
         return 0
 
 
+@struct.dataclass
+class History:
+    """Decayed counts: [C-1] how often candidate i was accepted, and how often it was reached (offered, and all
+    before it accepted); and of tokens: accepted, and promised by the draft's confidence."""
+
+    accepted: Array
+    reached: Array
+    kept: Array
+    promised: Array
+
+
 @dataclass(frozen=True)
 class Adaptive:
-    """The smallest size with room for `headroom` times the recent mean of accepted candidates.
+    """The size with the most tokens a second, from what was accepted lately and what each size costs.
 
-    A block that is accepted whole says only "at least this many", so the mean that a small size can
-    show must be able to ask for the next one: with headroom 2, a size C that is accepted whole asks
-    for 2 C - 1. Counted in candidates, because committed tokens never fall to 1 on average once one
-    was accepted: twice a mean just above 1 would keep the smallest size, 2, out of reach.
+    Before the draft: candidate i is accepted with a probability a_i, estimated from the rounds that reached it and
+    drawn towards a_(i-1) where few did, so that a size that is not used is still judged, and tried again once its
+    bad days are forgotten. A block of C is worth 1 + a_1 + a_1 a_2 + ... tokens.
+    After the draft: n verified nodes are worth 1 + r * (sum of their paths' probabilities under the draft), with r
+    the recent ratio of what was accepted to what was promised. For a chain this is how far to verify, for a
+    tree its budget.
+
+    draft_ms, verify_ms: what each of `sizes` and `rows` costs on this device (any unit); a size of 1 drafts
+    nothing, which makes autoregressive decoding one of the choices. Empty: a guess, one pass over the weights
+    and a little for every row.
     """
 
     sizes: tuple[int, ...]
-    headroom: float = 2.0
-    memory: float = 0.8
+    rows: tuple[int, ...] = ()
+    draft_ms: tuple[float, ...] = ()
+    verify_ms: tuple[float, ...] = ()
+    memory: float = 0.95
+    prior: float = 0.7
 
     def __post_init__(self) -> None:
+        for name, value in (
+            ("rows", self.sizes),
+            ("draft_ms", tuple(0.0 if n == 1 else 0.2 + n / 100 for n in self.sizes)),
+            ("verify_ms", tuple(1 + n / 20 for n in self.rows or self.sizes)),
+        ):
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
         _check(self.sizes)
+        _check(self.rows)
+        if len(self.draft_ms) != len(self.sizes) or len(self.verify_ms) != len(self.rows):
+            raise ConfigError("adaptive policy: every block size and every number of rows needs its time")
 
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """The whole block is verified, whatever the draft thinks of it."""
-        return self.sizes
+    def init(self) -> History:
+        none = jnp.zeros(max(self.sizes[-1] - 1, 1), jnp.float32)
+        return History(none, none, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
 
-    def init(self) -> Float[Array, ""]:
-        return jnp.asarray(1 + (self.sizes[-1] - 1) / self.headroom, jnp.float32)
+    def update(self, p: History, seen: Seen) -> History:
+        place = jnp.arange(1, p.accepted.shape[0] + 1)[None]
+        active = (seen.committed > 0)[:, None]
+        committed = seen.committed[:, None]
+        reached = active & (committed >= place) & (place < seen.offered)
+        accepted = reached & (committed > place)
+        # one round weighs 1, however many rows it has
+        share = 1 / jnp.maximum(active.sum(), 1).astype(jnp.float32)
+        more = jnp.where(
+            active[:, 0], jnp.stack([seen.committed.astype(jnp.float32), seen.expected]) - 1, 0.0
+        )
+        old = (p.accepted, p.reached, p.kept, p.promised)
+        sums = (accepted.sum(0, dtype=jnp.float32), reached.sum(0, dtype=jnp.float32), *more.sum(-1))
+        return History(*(self.memory * was + share * now for was, now in zip(old, sums, strict=True)))
 
-    def update(
-        self, p: Float[Array, ""], committed: Int[Array, " B"], expected: Float[Array, " B"]
-    ) -> Float[Array, ""]:
-        active = jnp.maximum((committed > 0).sum(), 1)
-        mean = committed.sum().astype(jnp.float32) / active.astype(jnp.float32)
-        return self.memory * p + (1 - self.memory) * mean
+    def choose(self, p: History, confidence: Float[Array, "B T"] | None = None) -> Int[Array, ""]:
+        block = jnp.argmax(self._worth_of_blocks(p) / (self._draft() + self._verify_of_blocks()))
+        if confidence is None:
+            return block.astype(jnp.int32)
+        active = jnp.maximum((confidence[:, 0] > -jnp.inf).sum(), 1).astype(jnp.float32)
+        promised = jnp.cumsum(jnp.exp(confidence).sum(0))[jnp.asarray(self.rows) - 1] / active - 1
+        worth = 1 + (p.kept + self.prior) / (p.promised + 1) * promised
+        return jnp.argmax(worth / (self._draft()[block] + jnp.asarray(self.verify_ms))).astype(jnp.int32)
 
-    def choose(self, p: Float[Array, ""], confidence: Array | None = None) -> Int[Array, ""]:
-        too_small = jnp.asarray(self.sizes, jnp.float32) < 1 + self.headroom * (p - 1)
-        return jnp.minimum(too_small.sum(dtype=jnp.int32), len(self.sizes) - 1)
+    def _draft(self) -> Float[Array, " n"]:
+        return jnp.asarray(self.draft_ms, jnp.float32)
+
+    def _verify_of_blocks(self) -> Float[Array, " n"]:
+        """Of every block size: the cheapest compiled verify that covers it, else the largest."""
+        costs = [
+            next(
+                (ms for n, ms in zip(self.rows, self.verify_ms, strict=True) if n >= size), self.verify_ms[-1]
+            )
+            for size in self.sizes
+        ]
+        return jnp.asarray(costs, jnp.float32)
+
+    def _worth_of_blocks(self, p: History) -> Float[Array, " n"]:
+        worth, survives, rate = [jnp.ones(())], jnp.ones(()), jnp.asarray(self.prior)
+        for i in range(self.sizes[-1] - 1):
+            rate = (p.accepted[i] + rate) / (p.reached[i] + 1.0)
+            survives = survives * rate
+            worth.append(worth[-1] + survives)
+        return jnp.stack([worth[size - 1] for size in self.sizes])

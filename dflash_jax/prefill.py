@@ -20,6 +20,8 @@ from dflash_jax.cache import (
     DraftCache,
     KVCache,
     RecurrentState,
+    States,
+    Tape,
     TargetCache,
     commit,
     commit_layer,
@@ -30,6 +32,7 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.sampling import Sampling, choose, log_probability
 from dflash_jax.state import RUNNING, Models, Options, RoundState, cut, emit
 from dflash_jax.targets import Decoder
+from dflash_jax.targets.decoder import Remember
 
 
 def _steps(width: int, count: Int[Array, " B"]) -> Int[Array, "B T"]:
@@ -83,6 +86,25 @@ def embed_chunk(models: Models, tokens: Int[Array, "B T"], count: Int[Array, " B
     return jnp.where((_steps(tokens.shape[1], count) < count[:, None])[..., None], x, jnp.zeros((), x.dtype))
 
 
+def one_layer(
+    target: Decoder,
+    index: int,
+    params: Any,
+    x: Float[Array, "B T D"],
+    block: Block,
+    cache: KVCache | RecurrentState,
+    length: Int[Array, " B"],
+    slots: int,
+    trail: Remember = "tape",
+) -> tuple[Float[Array, "B T D"], KVCache | Tape | States]:
+    """A block through one layer, and what that leaves behind. params: that layer's; index: of a layer like
+    it (see alike)."""
+    view = target.apply({}, block, length, slots, method="view")
+    own = {"params": {f"layers_{index}": params}}
+    read = prefix_layer(cache, slots)
+    return cast(Any, target.apply(own, index, x, view, read, trail, method="run_layer"))
+
+
 def layer_chunk(
     target: Decoder,
     index: int,
@@ -93,13 +115,9 @@ def layer_chunk(
     count: Int[Array, " B"],
     slots: int,
 ) -> tuple[Float[Array, "B T D"], KVCache | RecurrentState]:
-    """One chunk through one layer, and the layer's next cache. params: that layer's; index: of a layer like
-    it (see alike)."""
+    """One chunk through one layer, and the layer's next cache."""
     steps = _steps(x.shape[1], count)
-    view = target.apply({}, _chunk(steps, count), length, slots, method="view")
-    own = {"params": {f"layers_{index}": params}}
-    read = prefix_layer(cache, slots)
-    x, left = cast(tuple[Array, Any], target.apply(own, index, x, view, read, "tape", method="run_layer"))
+    x, left = one_layer(target, index, params, x, _chunk(steps, count), cache, length, slots)
     return x, commit_layer(cache, left, steps, count, length)
 
 

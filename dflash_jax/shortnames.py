@@ -22,6 +22,7 @@ from dflash_jax.tables import nearest
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs"
 POLICIES = ("fixed", "adaptive")
+MODES = ("chain", "tree")
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -86,13 +87,17 @@ class Place:
 class Generation:
     """What decoding with the short name's own draft begins with; flags win.
 
-    block_size: None is the draft's own, the one it was trained with.
+    block_size: None is the draft's own, the one it was trained with. tree_budget: candidates of a tree.
     """
 
     block_size: int | None = None
     policy: str = "fixed"
+    mode: str = "chain"
+    tree_budget: int | None = None
 
     def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(f"mode is '{self.mode}': one of {', '.join(MODES)}")
         if self.policy not in POLICIES:
             raise ConfigError(f"policy is '{self.policy}': one of {', '.join(POLICIES)}")
 

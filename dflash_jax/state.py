@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from dflash_jax.block import Block
 from dflash_jax.cache import DraftCache, TargetCache
 from dflash_jax.drafts.dflash import DFlash
-from dflash_jax.policy import Fixed, Policy
+from dflash_jax.policy import Fixed, Policy, Seen
 from dflash_jax.sampling import Acceptance, Sampling
 from dflash_jax.targets import Decoder
 from dflash_jax.tree import TreeShape
@@ -121,13 +121,16 @@ class RoundState:
 @struct.dataclass
 class RoundTrace:
     """What one round saw, for looking inside: block.tokens are the anchor and the candidates,
-    acceptance.choices the target's; kept [B] is what the stop tokens and the budget left, expected [B] what
-    the draft's confidence promised."""
+    acceptance.choices the target's; seen: what the stop tokens and the budget left of it."""
 
     block: Block
     acceptance: Acceptance
-    kept: Array
-    expected: Array
+    seen: Seen
+
+    @property
+    def kept(self) -> Array:
+        """[B] i32: tokens that each row committed."""
+        return self.seen.committed
 
 
 def cut(

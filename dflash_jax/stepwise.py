@@ -58,7 +58,7 @@ def generate_stepwise(
         else:
             state, trace = round_step(models, state, now)
         if chooser is not None:
-            p = chooser.update(p, trace.kept, trace.expected)
+            p = chooser.update(p, trace.seen)
         state = _replayed(models, before, state, trace, options) if replays else state
         yield state, trace
         if bonus == "explicit" and not bool(jnp.all(state.done)):

@@ -12,6 +12,7 @@ serves every verify size. A chain is the tree of the best candidate of each dept
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -58,8 +59,10 @@ class Candidates:
     weight: Array
 
 
-def anchor_alone(anchor: Int[Array, " B"]) -> Candidates:
-    return Candidates(chain_block(anchor[:, None]), jnp.zeros((anchor.shape[0], 1), jnp.float32))
+def anchor_alone(anchor: Int[Array, " B"], chain: bool = True) -> Candidates:
+    """No candidates. chain: what else would be drafted (see Block.chain)."""
+    block = dataclasses.replace(chain_block(anchor[:, None]), chain=chain)
+    return Candidates(block, jnp.zeros((anchor.shape[0], 1), jnp.float32))
 
 
 def draft_chain(

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import platform
-from importlib.metadata import version
 from typing import Any
 
-import jax
-
-import dflash_jax
+from infer.machine import describe_device, versions
 from infer.session import Completion, Session
 from infer.text import counted
 
@@ -37,20 +33,6 @@ def as_json(session: Session, answer: Completion) -> dict[str, Any]:
         "draft": pair.draft.source if pair.draft else None,
         "versions": versions(),
         **({} if answer.logprobs is None else {"logprobs": answer.logprobs}),
-    }
-
-
-def describe_device(device: jax.Device) -> str:
-    """ "cpu:0", "gpu:0 (NVIDIA H100)": the kind where it says more than the platform."""
-    name = f"{device.platform}:{device.id}"
-    return name if device.device_kind.lower() == device.platform else f"{name} ({device.device_kind})"
-
-
-def versions() -> dict[str, str]:
-    return {
-        "dflash_jax": dflash_jax.__version__,
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("jax", "jaxlib", "flax")},
     }
 
 

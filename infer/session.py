@@ -29,6 +29,7 @@ from dflash_jax.sampling import sampling
 from dflash_jax.state import STOP, RoundState, RoundTrace
 from infer.clock import Clock
 from infer.completion import Completion, Run, cut_at, row_of
+from infer.costs import with_costs
 from infer.settings import Plan, Settings, plan
 from infer.text import RowText
 
@@ -101,6 +102,7 @@ class Session:
         if how.stepwise:
             _log.warning("stepping through the rounds from Python, for %s", ", ".join(how.stepwise))
         with jax.default_device(self.pair.device):
+            how = dataclasses.replace(how, options=with_costs(self.pair, how.options, len(rows)))
             return self._run(rows, settings, how, clock, after, on_text, on_round, capacity)
 
     def _run(

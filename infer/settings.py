@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,8 +12,10 @@ from dflash_jax.policy import Adaptive, Fixed, Policy
 from dflash_jax.sampling import sampling
 from dflash_jax.state import Options
 from dflash_jax.streaming import StopStrings
+from dflash_jax.tree import TreeShape
 
-_ADAPTIVE_SIZES = (2, 4, 8, 16)
+_ADAPTIVE_SIZES = (2, 4, 8, 16, 32)
+_TREE_BUDGET = 16
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,8 @@ class Settings:
     """One request. The names are the command line's flags.
 
     max_new_tokens: budget, the prefill's token included. stop: texts that end the output, not part of it.
-    block_size: anchor included; None is the pair's. policy None is the pair's. Raises ConfigError for
-    values that no pair can use.
+    block_size: anchor included; None is the pair's. policy, mode, tree_budget None are the pair's; tree_*: see
+    dflash_jax.tree.TreeShape. Raises ConfigError for values that no pair can use.
     temperature 0 is greedy; seed: row b of a batch uses seed + b.
     verify, bonus, rollback "replay": debugging modes of the stepwise loop. proposal, rollback: see
     dflash_jax.state.Options. prefill: the order of decode.prefill.
@@ -29,6 +32,10 @@ class Settings:
 
     max_new_tokens: int = 128
     block_size: int | None = None
+    mode: Literal["chain", "tree"] | None = None
+    tree_budget: int | None = None
+    tree_chain_seed: bool = False
+    tree_temperature: float = 1.0
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -54,6 +61,18 @@ class Settings:
             raise ConfigError(
                 f"block_size is {self.block_size}: a block is at least the anchor and a candidate"
             )
+        if self.mode == "tree" and self.proposal == "sample":
+            raise ConfigError(
+                "proposal 'sample' is for chains: min(1, p/q) over a tree of the best is biased"
+            )
+        if self.mode == "tree" and self.verify == "sequential":
+            raise ConfigError("verify 'sequential' goes along a chain: it cannot verify a tree")
+        if self.mode == "chain":
+            for name, value in self._of_trees():
+                if value:
+                    raise ConfigError(f"{name} is for trees: leave it out, or --mode tree")
+        budget = 1 if self.tree_budget is None else self.tree_budget
+        TreeShape(budget, self.tree_chain_seed, self.tree_temperature)
         if self.proposal == "sample" and self.temperature == 0:
             raise ConfigError("proposal 'sample' needs a temperature above 0: greedy decoding has one answer")
         sampling(self.temperature, self.top_p, self.top_k)
@@ -63,16 +82,24 @@ class Settings:
             )
         StopStrings(self.stop)
 
+    def _of_trees(self) -> tuple[tuple[str, object], ...]:
+        return (
+            ("tree_budget", self.tree_budget),
+            ("tree_chain_seed", self.tree_chain_seed),
+            ("tree_temperature", self.tree_temperature != 1.0),
+        )
+
 
 @dataclass(frozen=True)
 class Plan:
-    """How a request is decoded. mode "ar": no draft, blocks of the anchor alone.
+    """How a request is decoded. mode: "chain", "tree" or, without a draft, "ar": blocks of the anchor
+    alone.
 
     stepwise: why the compiled loop cannot serve it, empty if it can.
     """
 
     options: Options
-    mode: Literal["ar", "chain"]
+    mode: str
     stepwise: tuple[str, ...]
 
     @property
@@ -83,21 +110,39 @@ class Plan:
 def plan(pair: Pair, settings: Settings, watched: tuple[str, ...] = ()) -> Plan:
     """watched: what looks at every round (streaming, a trace). ConfigError for values that cannot be
     used, and for those that would silently do nothing."""
+    options = Options(Fixed(1), settings.proposal, settings.logprobs, settings.rollback)
     if pair.draft is None:
         _refuse_without_draft(settings)
-        policy: Policy = Fixed(1)
+        mode = "ar"
     else:
-        size = settings.block_size or pair.generation.block_size or pair.draft.config.block_size
-        check_block_size(pair.draft.config, size)
-        adaptive = (settings.policy or pair.generation.policy) == "adaptive"
-        policy = Adaptive((*(n for n in _ADAPTIVE_SIZES if n < size), size)) if adaptive else Fixed(size)
+        mode = settings.mode or ("tree" if settings.tree_budget else pair.generation.mode)
+        if mode != "tree" and any(value for _, value in settings._of_trees()):
+            raise ConfigError("tree_chain_seed and tree_temperature are for trees: add --mode tree")
+        tree = _tree(pair, settings) if mode == "tree" else None
+        options = dataclasses.replace(options, policy=_policy(pair, settings, tree), tree=tree)
     reasons = [f"{name} {value}" for name, value in _debugging(settings) if value]
     reasons += ["stop strings"] * bool(settings.stop)
-    return Plan(
-        Options(policy, settings.proposal, settings.logprobs, settings.rollback),
-        "ar" if pair.draft is None else "chain",
-        (*reasons, *watched),
-    )
+    return Plan(options, mode, (*reasons, *watched))
+
+
+def _tree(pair: Pair, settings: Settings) -> TreeShape:
+    budget = settings.tree_budget or pair.generation.tree_budget or _TREE_BUDGET
+    return TreeShape(budget, settings.tree_chain_seed, settings.tree_temperature)
+
+
+def _policy(pair: Pair, settings: Settings, tree: TreeShape | None) -> Policy:
+    assert pair.draft is not None
+    size = settings.block_size or pair.generation.block_size or pair.draft.config.block_size
+    check_block_size(pair.draft.config, size)
+    if tree is not None:
+        tree.check_block(size)
+    nodes = size if tree is None else tree.budget + 1
+    if (settings.policy or pair.generation.policy) == "fixed":
+        return Fixed(size, nodes)
+    rows = (1, *(n for n in _ADAPTIVE_SIZES if n < nodes), nodes)
+    if tree is not None:
+        return Adaptive((1, size), rows)
+    return Adaptive((1, *(n for n in _ADAPTIVE_SIZES if n < size), size), rows)
 
 
 def _debugging(settings: Settings) -> tuple[tuple[str, str], ...]:
@@ -111,6 +156,8 @@ def _debugging(settings: Settings) -> tuple[tuple[str, str], ...]:
 def _refuse_without_draft(settings: Settings) -> None:
     given = [
         ("block_size", settings.block_size),
+        ("mode", settings.mode),
+        *settings._of_trees(),
         ("policy", settings.policy if settings.policy == "adaptive" else None),
         ("proposal", settings.proposal if settings.proposal != "argmax" else None),
         *_debugging(settings),

@@ -27,8 +27,8 @@ from dflash_jax.policy import Fixed
 from dflash_jax.state import Models, Options, RoundState
 from dflash_jax.terminal import Screen
 from dflash_jax.weights.atomic import replacing
+from infer.machine import describe_device
 from infer.options import Time
-from infer.output import describe_device
 
 _log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from hypothesis import strategies as st
 from dflash_jax import decode, stepwise
 from dflash_jax.config import ConfigError
 from dflash_jax.generation import DraftWarning, finish
-from dflash_jax.policy import Adaptive, Fixed
+from dflash_jax.policy import Adaptive, Fixed, Seen
 from dflash_jax.sampling import sampling
 from dflash_jax.state import Models, Options, RoundState, RoundTrace
 
@@ -246,8 +246,8 @@ def test_a_policy_on_the_host_sees_what_was_kept() -> None:
         def init(self) -> int:
             return 0
 
-        def update(self, p: int, committed: np.ndarray, expected: Any) -> int:
-            self.seen.append(committed)
+        def update(self, p: int, seen: Seen) -> int:
+            self.seen.append(seen.committed)
             return p + 1
 
         def choose(self, p: int, confidence: object = None) -> int:
@@ -274,7 +274,8 @@ def adaptive_run(accepted: Sequence[int]) -> tuple[list[int], list[int]]:
     for most in accepted:
         sizes.append(policy.sizes[int(policy.choose(p))])
         kept.append(min(sizes[-1], most + 1, BUDGET - 1 - sum(kept)))
-        p = policy.update(p, jnp.asarray(kept[-1:], jnp.int32), jnp.zeros(1))
+        sure = jnp.full(1, sizes[-1], jnp.float32)  # a reciting draft always is
+        p = policy.update(p, Seen(jnp.asarray(kept[-1:], jnp.int32), jnp.asarray(sizes[-1]), sure))
         if sum(kept) == BUDGET - 1:
             return sizes, kept
     raise AssertionError("too few rounds")

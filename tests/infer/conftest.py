@@ -6,7 +6,17 @@ import folders
 import pytest
 
 from dflash_jax import pair
+from infer import costs
 from infer.session import Session
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _costs_of_tests(tmp_path_factory: pytest.TempPathFactory):
+    """Times that tests measure stay out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setattr(costs, "cache_folder", lambda: folder)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,12 @@ def test_a_draft_that_agrees_fills_blocks(fluent: Session) -> None:
         {"verify": "sequential"},
         {"bonus": "explicit"},
         {"policy": "adaptive"},
+        {"tree_budget": 7},
+        {"mode": "tree", "tree_chain_seed": True, "tree_temperature": 2.0},
+        {"tree_budget": 3, "policy": "adaptive"},
+        {"rollback": "states"},
+        {"rollback": "replay"},
+        {"prefill": "layers", "chunk_size": 5},
         {"block_size": 2},
         {"chunk_size": 5},
         {"logprobs": True},
@@ -56,6 +62,11 @@ def test_every_mode_gives_the_same_tokens(session: Session, changes: dict) -> No
     base = settings(temperature=0.9, seed=5)
     expected = session.complete(PROMPT, base).tokens
     assert session.complete(PROMPT, dataclasses.replace(base, **changes)).tokens == expected
+
+
+def test_modes_are_named(session: Session) -> None:
+    answer = session.complete(PROMPT, settings(tree_budget=7))
+    assert (answer.mode, answer.block_size) == ("tree", folders.BLOCK)
 
 
 def test_sampled_proposals_run(session: Session) -> None:

@@ -1,0 +1,60 @@
+"""Times of block sizes: measured once per device and pair, kept, and what the adaptive policy decides by."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import folders
+import pytest
+
+from dflash_jax.policy import Adaptive, Fixed
+from dflash_jax.state import Options
+from dflash_jax.tree import TreeShape
+from infer import costs
+from infer.session import Session
+
+SIZES = (1, 2, folders.BLOCK)
+CHAIN = Options(Adaptive(SIZES, SIZES))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "cache_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_fixed_policies_need_no_times(session: Session, cache) -> None:
+    options = Options(Fixed(3))
+    assert costs.with_costs(session.pair, options, 1) is options
+    assert not list(cache.rglob("*"))
+
+
+def test_times_are_measured_once(session: Session, cache, monkeypatch) -> None:
+    first = costs.with_costs(session.pair, CHAIN, 1).policy
+    assert isinstance(first, Adaptive)
+    assert first.draft_ms[0] == 0 and min(*first.draft_ms[1:], *first.verify_ms) > 0
+    monkeypatch.setattr(costs, "measure", None)
+    assert costs.with_costs(session.pair, CHAIN, 1).policy == first
+    with pytest.raises(TypeError):  # another batch, and so other times
+        costs.with_costs(session.pair, CHAIN, 2)
+
+
+def test_trees_have_times_of_their_own(session: Session, cache) -> None:
+    tree = Options(Adaptive((1, folders.BLOCK), (1, 4, 8)), tree=TreeShape(7))
+    policy = costs.with_costs(session.pair, tree, 1).policy
+    assert isinstance(policy, Adaptive) and len(policy.verify_ms) == 3
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"draft_ms": [1], "verify_ms": [1]}', '{"draft_ms": "abc", "verify_ms": []}']
+)
+def test_a_damaged_file_is_measured_again(session: Session, cache, monkeypatch, damage: str) -> None:
+    times = {"draft_ms": [0.0, 1.0, 2.0], "verify_ms": [3.0, 4.0, 5.0]}
+    monkeypatch.setattr(costs, "measure", lambda *args: times)
+    costs.with_costs(session.pair, CHAIN, 1)
+    (file,) = (cache / "costs").iterdir()
+    file.write_text(damage)
+    policy = costs.with_costs(session.pair, CHAIN, 1).policy
+    assert policy == dataclasses.replace(CHAIN.policy, draft_ms=(0.0, 1.0, 2.0), verify_ms=(3.0, 4.0, 5.0))
+    assert json.loads(file.read_text()) == times
