@@ -16,8 +16,8 @@ from dflash_jax import pair as pairs
 from dflash_jax.generation import DraftWarning
 from dflash_jax.sampling import sampling
 from dflash_jax.terminal import Screen
-from infer.lossless import NEAR_TIE, Divergence, divergences
-from infer.output import describe_device
+from infer.lossless import NEAR_TIES, Divergence, divergences
+from infer.machine import describe_device
 from infer.session import Completion, Session
 from infer.settings import Settings
 
@@ -30,8 +30,6 @@ PROMPTS = (
 )
 _BLOCK = 8  # of a draft that is made here
 _WARM_UP = 8  # tokens: the same program as any budget up to 64
-# bfloat16 keeps 8 bits: logits of 16 to 32 lie on a grid of 0.125, and either decoder may be a step off.
-_NEAR_TIE = {"float32": NEAR_TIE, "bfloat16": 0.25}
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def measure(session: Session, settings: Settings) -> tuple[list[Both], float]:
     """All prompts through both decoders, and the seconds that compiling took. Each is warmed up first:
     the first run of a program also pages it and its weights in."""
     plain = Session(session.pair.with_draft(None))
-    plain_settings = dataclasses.replace(settings, block_size=None)
+    plain_settings = settings.without_draft()
     # One capacity for all, so that each decoder is compiled once.
     capacity = max(len(session.prompt(prompt)) for prompt in PROMPTS) + settings.max_new_tokens
     compiling = 0.0
@@ -97,7 +95,7 @@ def _both(session: Session, prompt: str, slow: Completion, fast: Completion) -> 
     found = divergences(session.pair.models, *tokens, sampling(), [0])
     if not found:
         return Both(prompt, slow, fast, None)
-    return Both(prompt, slow, fast, found[0], found[0].gap < _NEAR_TIE[session.pair.dtype])
+    return Both(prompt, slow, fast, found[0], found[0].gap < NEAR_TIES[session.pair.dtype])
 
 
 def report(session: Session, results: list[Both], compiling: float, console: Console) -> None:

@@ -20,6 +20,8 @@ from dflash_jax.sampling import TARGET, Sampling, filtered, uniforms
 from dflash_jax.state import Models
 
 NEAR_TIE = 1e-4
+# By dtype. bfloat16 keeps 8 bits: logits of 16 to 32 lie on a grid of 0.125, and either decoder may be a step off.
+NEAR_TIES = {"float32": NEAR_TIE, "bfloat16": 0.25}
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,11 @@ class Settings:
             )
         StopStrings(self.stop)
 
+    def without_draft(self) -> Settings:
+        """What of it holds for autoregressive decoding."""
+        own = ("block_size", "mode", "tree_budget", "tree_chain_seed", "tree_temperature", "policy", "proposal")
+        return dataclasses.replace(self, **{name: getattr(Settings, name) for name in own})
+
     def _of_trees(self) -> tuple[tuple[str, object], ...]:
         return (
             ("tree_budget", self.tree_budget),

@@ -19,7 +19,7 @@ FILES = (
     "config < weights < vocabulary chat_template streaming tables < shortnames < fetch < sources < tokenizer"
 )
 # Above both chains; train and infer are above the whole library, and strangers to each other.
-LIBRARY = "pair testing terminal command_line compile_cache"
+LIBRARY = "journal pair testing terminal command_line compile_cache"
 
 # A second place that compiles is a second place to look for retraces and donated buffers.
 JIT_FILES = ("dflash_jax/decode.py", "train/step.py")

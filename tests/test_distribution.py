@@ -20,9 +20,10 @@ from scipy import stats
 
 from dflash_jax import decode, sampling, testing
 from dflash_jax.block import Block, chain_block, tree_block
-from dflash_jax.policy import Fixed
+from dflash_jax.policy import Adaptive, Fixed
 from dflash_jax.sampling import Sampling, accept, filtered, propose_samples
 from dflash_jax.state import Options
+from dflash_jax.tree import TreeShape
 
 N, V, LENGTH = 40_000, 4, 3
 FILTERED = (1.2, 0.85, 3)
@@ -180,10 +181,19 @@ def decoder_exact(settings: tuple[float, float, int]) -> np.ndarray:
     return sequence_probs(functools.cache(next_probs), LENGTH + 1)
 
 
-@pytest.mark.parametrize("proposal", ["argmax", "sample"])
-def test_decoder_is_exact(proposal: Literal["argmax", "sample"]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        Options(Fixed(4)),
+        Options(Fixed(4), "sample"),
+        Options(Fixed(4, 7), tree=TreeShape(6)),
+        Options(Adaptive((1, 4), (1, 3, 7)), tree=TreeShape(6, chain_seed=True)),
+    ],
+    ids=["chain", "sampled chain", "tree", "adaptive tree"],
+)
+def test_decoder_is_exact(options: Options) -> None:
     """The first token is the prefill's, so all sequences of four: three of them by rounds."""
-    options, rows = Options(Fixed(4), proposal), 4000
+    rows = 4000
     counts, committed = np.zeros(V ** (LENGTH + 1), np.int64), []
     for first in range(0, 20_000, rows):
         generation = decode.complete(

@@ -14,7 +14,7 @@ from decoding import BUDGET, PROMPTS, SEEDS, VOCAB, C, autoregressive, pair, per
 from dflash_jax import decode, stepwise, testing
 from dflash_jax.config import ConfigError
 from dflash_jax.generation import DraftWarning, Generation, finish
-from dflash_jax.policy import Fixed
+from dflash_jax.policy import Adaptive, Fixed
 from dflash_jax.sampling import sampling
 from dflash_jax.state import Models, Options
 from dflash_jax.tree import TreeShape
@@ -88,6 +88,20 @@ def test_a_second_choice_is_accepted() -> None:
     assert chain.tokens == branched.tokens == autoregressive()
     assert set(chain.committed[0]) == {1}
     assert set(branched.committed[0][:-1]) == {2}
+
+
+def test_one_seed_gives_one_output_in_every_mode() -> None:
+    """Temperature 0.8: autoregressive, chain, tree and adaptive draw the same token at the same position."""
+    how = sampling(0.8, top_p=0.95)
+    alone = decode.complete(
+        pair().without_draft(), PROMPTS, Options(Fixed(1)), max_new_tokens=BUDGET, seeds=SEEDS, how=how
+    )
+    adaptive = Options(Adaptive((1, C), (1, C)))
+    branched = Options(Adaptive((C,), (3, 13)), tree=TreeShape(12))
+    for options in (Options(Fixed(C)), tree(12), adaptive, branched):
+        generation = run(pair(), options, how=how)
+        assert generation.tokens == alone.tokens, options
+    assert set(generation.sizes) == {3, C}, "the last of them changes its mind now and then"
 
 
 @functools.cache

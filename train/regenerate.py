@@ -17,13 +17,13 @@ from pathlib import Path
 from dflash_jax import pair
 from dflash_jax.buckets import bucket
 from dflash_jax.config import ConfigError
+from dflash_jax.journal import Journal
 from dflash_jax.sampling import sampling
 from dflash_jax.state import Models
 from dflash_jax.terminal import Screen
 from dflash_jax.weights.fields import Fields, naming
 from train.answer import answer
 from train.conversations import Conversation, Message, Words, end_of_turn, messages_of, objects, read, spell
-from train.journal import Journal
 from train.progress import Progress
 from train.settings import Regenerate, Settings
 

@@ -15,13 +15,13 @@ import numpy as np
 
 from dflash_jax.buckets import bucket
 from dflash_jax.config import ConfigError
+from dflash_jax.journal import Journal
 from dflash_jax.sampling import Sampling
 from dflash_jax.state import Models
 from dflash_jax.terminal import Screen
 from train.answer import answer
 from train.build import load_target
 from train.conversations import Conversation, Words, around_user, end_of_turn, read, spell
-from train.journal import Journal
 from train.progress import Progress
 from train.prompts import BEGINNINGS
 from train.settings import Settings, Synthesize

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dflash_jax.config import ConfigError
+from dflash_jax.journal import Journal
 from dflash_jax.tokenizer import ByteTokenizer, Tokenizer, from_folder
 from train.conversations import Conversation, encode, end_of_turn, read
-from train.journal import Journal
 
 SYSTEM = {"role": "system", "content": "brief"}
 ASK, MORE = {"role": "user", "content": "hé?"}, {"role": "user", "content": "and?"}

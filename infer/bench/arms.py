@@ -1,0 +1,84 @@
+"""The arms of a comparison: ways to decode the same prompt, with one set of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dflash_jax.config import ConfigError
+from dflash_jax.pair import Pair
+from dflash_jax.state import AUTOREGRESSIVE, Options
+from infer.costs import with_costs
+from infer.settings import Settings, plan
+
+AR = "ar"
+FIXED, ADAPTIVE = ("chain", "tree"), ("adaptive", "adaptive-tree")
+KINDS = (AR, *FIXED, *ADAPTIVE)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """name: "ar", "chain-6", "tree-6-16", "adaptive-6", "adaptive-tree-6-16": kind, block size (anchor included)
+    and, of a tree, budget (anchor excluded)."""
+
+    name: str
+    kind: str
+    options: Options
+
+    @property
+    def block_size(self) -> int:
+        return self.options.largest
+
+    @property
+    def budget(self) -> int | None:
+        return self.options.tree.budget if self.options.tree else None
+
+
+def arms(
+    pair: Pair, kinds: Sequence[str], block_sizes: Sequence[int], budgets: Sequence[int], settings: Settings
+) -> list[Arm]:
+    """Autoregressive first (every other arm is compared with it), then each kind at every block size, trees
+    at every budget too. Adaptive arms choose among sizes themselves: they get the largest. No block_sizes:
+    the pair's. The first adaptive arm on a device measures what sizes cost there (infer/costs.py).
+
+    ConfigError for an unknown kind, a repeated value, or what the draft cannot do."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError(f"--compare names '{kind}': it is one of {', '.join(KINDS)}")
+    for name, values in (("compare", kinds), ("block-sizes", block_sizes), ("tree-budgets", budgets)):
+        if len(set(values)) < len(values):
+            raise ConfigError(f"--{name} names one of its values twice: each is measured once")
+    wanted = [kind for kind in KINDS if kind in kinds and kind != AR]
+    found = [Arm(AR, AR, AUTOREGRESSIVE)]
+    if not wanted:
+        return found
+    if pair.draft is None:
+        raise ConfigError(
+            f"comparing {', '.join(wanted)} needs a draft, and there is none: give one with --draft"
+        )
+    if not budgets and any(kind.endswith("tree") for kind in wanted):
+        raise ConfigError("--tree-budgets is empty: a tree needs a budget")
+    chain = replace(settings, mode="chain", tree_chain_seed=False, tree_temperature=1.0)
+    sizes = sorted(block_sizes) or [plan(pair, chain).block_size]
+    for kind in wanted:
+        base = replace(chain, policy="adaptive" if kind in ADAPTIVE else "fixed")
+        shapes = [(f"{kind}-{size}", replace(base, block_size=size)) for size in sizes]
+        if kind.endswith("tree"):
+            shapes = [
+                (f"{name}-{budget}", _tree(one, settings, budget))
+                for name, one in shapes
+                for budget in sorted(budgets)
+            ]
+        for name, one in shapes[-1:] if kind in ADAPTIVE else shapes:
+            found.append(Arm(name, kind, with_costs(pair, plan(pair, one).options, 1)))
+    return found
+
+
+def _tree(chain: Settings, asked: Settings, budget: int) -> Settings:
+    return replace(
+        chain,
+        mode="tree",
+        tree_budget=budget,
+        tree_chain_seed=asked.tree_chain_seed,
+        tree_temperature=asked.tree_temperature,
+    )
