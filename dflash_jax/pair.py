@@ -227,12 +227,14 @@ def draft_shape(
     taps: tuple[int, ...] | None = None,
     window: int | None = None,
 ) -> DraftConfig:
-    """A draft of the target's width, heads and vocabulary. taps None: the reference's choice of five layers,
+    """A draft of the target's width, heads, MLP and vocabulary (of a target whose layers are all routed, which has
+    no dense MLP: 3 D, as published drafts for such targets). taps None: the reference's choice of five layers,
     or every layer of a target that is too shallow for it. window: of all layers but the last, which attends
     to everything; None: all do."""
     if taps is None:
         shallow = target.num_layers < 8
         taps = tuple(range(target.num_layers)) if shallow else default_taps(target.num_layers, 5)
+    routed = target.moe is not None and all(target.moe.layers)
     kinds = (FULL,) * num_layers if window is None else (SLIDING,) * (num_layers - 1) + (FULL,)
     return DraftConfig(
         hidden_size=target.hidden_size,
@@ -240,7 +242,7 @@ def draft_shape(
         num_heads=target.num_heads,
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=3 * target.hidden_size if routed else target.intermediate_size,
         vocab_size=target.vocab_size,
         rope=RopeConfig(target.rope.theta),
         block_size=block_size,

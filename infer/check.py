@@ -2,17 +2,22 @@
 
 The reference is autoregressive decoding of each prompt alone. Against it: the compiled loop and the
 stepwise loop, alone and in batches, and autoregressive decoding in batches, greedy and sampled with
-fixed seeds. See infer/lossless.py for what counts as a near-tie.
+fixed seeds; with `every_mode` also each rollback strategy, verify mode and bonus mode, in chains and
+trees, in batches. See infer/lossless.py for what counts as a near-tie.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -20,9 +25,12 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from rich.table import Table
 
 from dflash_jax import decode, stepwise
+from dflash_jax.config import RECURRENT, TargetConfig
 from dflash_jax.generation import DraftWarning, Generation, finish
+from dflash_jax.policy import Fixed
 from dflash_jax.sampling import Sampling, sampling
 from dflash_jax.state import AUTOREGRESSIVE, Models, Options, RoundState
+from dflash_jax.tree import TreeShape
 from dflash_jax.weights.atomic import replacing
 from infer.lossless import Divergence, divergences
 
@@ -45,21 +53,52 @@ class Arm:
         return sum(not difference.near_tie for difference in self.differences)
 
 
-def _stepwise(models: Models, state: RoundState, options: Options) -> RoundState:
-    for after, _ in stepwise.generate_stepwise(models, state, options):
+@dataclass(frozen=True)
+class Mode:
+    """A loop, and the options that it runs with. alone: also run row by row, not only in batches."""
+
+    name: str
+    loop: Decoder
+    options: Options
+    alone: bool = True
+
+
+def _stepwise(models: Models, state: RoundState, options: Options, **how: Any) -> RoundState:
+    for after, _ in stepwise.generate_stepwise(models, state, options, **how):
         state = after
     return state
 
 
 def _autoregressive(models: Models, state: RoundState, _: Options) -> RoundState:
-    return decode.generate_autoregressive(models, state)
+    return decode.generate_autoregressive(models.without_draft(), state)
 
 
-DECODERS: dict[str, Decoder] = {
-    "autoregressive": _autoregressive,
-    "generate": decode.generate,
-    "stepwise": _stepwise,
-}
+def plain_modes(options: Options) -> list[Mode]:
+    return [
+        Mode("autoregressive", _autoregressive, AUTOREGRESSIVE),
+        Mode("generate", decode.generate, options),
+        Mode("stepwise", _stepwise, options),
+    ]
+
+
+def every_mode(options: Options, target: TargetConfig, tree_budget: int) -> list[Mode]:
+    """plain_modes, and what else there is; "states" only where the target has recurrent layers. ConfigError for a
+    tree budget that is no tree's."""
+    rollbacks = ("tape", "states") if RECURRENT in target.layer_types else ("tape",)
+    budget, size = TreeShape(tree_budget), Fixed(options.largest, tree_budget + 1)
+    shapes = {"chain": options, "tree": dataclasses.replace(options, policy=size, tree=budget)}
+    made = plain_modes(options)
+    for (shape, of), rollback in product(shapes.items(), (*rollbacks, "replay")):
+        now = dataclasses.replace(of, rollback=rollback)
+        if rollback != "replay" and now != options:
+            made.append(Mode(f"generate, {shape}, {rollback}", decode.generate, now, alone=False))
+        verifies = ("batched", "sequential") if shape == "chain" else ("batched",)
+        for verify, bonus in product(verifies, ("implicit", "explicit")):
+            if (now, verify, bonus) != (options, "batched", "implicit"):
+                name = f"stepwise, {shape}, {rollback}, {verify}, {bonus}"
+                loop = partial(_stepwise, verify=verify, bonus=bonus)
+                made.append(Mode(name, loop, now, alone=False))
+    return made
 
 
 class Checker:
@@ -69,29 +108,28 @@ class Checker:
         self,
         models: Models,
         prompts: Sequence[Sequence[int]],
-        options: Options,
+        modes: Sequence[Mode],
         stop_ids: Sequence[int],
         max_new_tokens: int,
     ):
-        self.models, self.options, self.stop_ids = models, options, stop_ids
+        self.models, self.modes, self.stop_ids = models, modes, stop_ids
         self.prompts = [list(prompt) for prompt in prompts]
         self.budget = max_new_tokens
         self.capacity = max(map(len, self.prompts)) + max_new_tokens
 
-    def run(self, name: str, how: Sampling, batch: int, step: Callable[[], None]) -> Generation:
+    def run(self, mode: Mode, how: Sampling, batch: int, step: Callable[[], None]) -> Generation:
         """All prompts through one decoder. Row i of the whole uses seed i, in any batch."""
-        models = self.models if name != "autoregressive" else self.models.without_draft()
-        options = self.options if name != "autoregressive" else AUTOREGRESSIVE
+        models = self.models if mode.options.largest > 1 else self.models.without_draft()
         parts = []
         for first in range(0, len(self.prompts), batch):
             rows = self.prompts[first : first + batch]
             fill = batch - len(rows)  # the last batch keeps the compiled size; its filler is dropped
             state = decode.prefill(
-                models, rows + rows[:1] * fill, options, max_new_tokens=self.budget, how=how,
+                models, rows + rows[:1] * fill, mode.options, max_new_tokens=self.budget, how=how,
                 seeds=[*range(first, first + len(rows)), *[0] * fill], stop_ids=self.stop_ids,
                 capacity=self.capacity,
             )  # fmt: skip
-            done = finish(DECODERS[name](models, state, options))
+            done = finish(mode.loop(models, state, mode.options))
             parts.append((done, len(rows)))
             step()
         return Generation(
@@ -102,18 +140,22 @@ class Checker:
         )
 
     def arms(self, temperatures: Sequence[float], batch: int, step: Callable[[], None]) -> Iterator[Arm]:
+        reference, *others = self._runs(batch)
         for temperature in temperatures:
             how = sampling(temperature)
-            alone = self.run("autoregressive", how, 1, step)
-            yield self._arm("autoregressive", temperature, 1, alone, alone, how)
-            for size in sorted({1, batch}):
-                for name in DECODERS:
-                    if (name, size) != ("autoregressive", 1):
-                        yield self._arm(name, temperature, size, self.run(name, how, size, step), alone, how)
+            alone = self.run(reference[0], how, 1, step)
+            yield self._arm(reference[0].name, temperature, 1, alone, alone, how)
+            for mode, size in others:
+                yield self._arm(mode.name, temperature, size, self.run(mode, how, size, step), alone, how)
 
     def steps(self, temperatures: Sequence[float], batch: int) -> int:
-        per_size = {size: -(-len(self.prompts) // size) for size in {1, batch}}
-        return len(temperatures) * len(DECODERS) * sum(per_size.values())
+        return len(temperatures) * sum(-(-len(self.prompts) // size) for _, size in self._runs(batch))
+
+    def _runs(self, batch: int) -> list[tuple[Mode, int]]:
+        """(mode, batch size) of every arm; the first, autoregressive and alone, is the reference."""
+        return [
+            (mode, size) for size in sorted({1, batch}) for mode in self.modes if mode.alone or size == batch
+        ]
 
     def _arm(
         self, name: str, temperature: float, batch: int, got: Generation, alone: Generation, how: Sampling

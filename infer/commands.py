@@ -12,10 +12,13 @@ from dflash_jax.compile_cache import keep_compiled
 from dflash_jax.config import ConfigError
 from dflash_jax.terminal import Screen
 from infer import chat, check, demo, inspect, timing
+from infer.bench import run as bench
+from infer.bench.arms import arms as compared
 from infer.clock import Clock
-from infer.datasets import read_prompts
-from infer.options import Chat, Check, Decoding, Demo, Generate, Inspect, Time
-from infer.output import as_json, describe_device, summary
+from infer.datasets import find, label, numbered_prompts, read_prompts
+from infer.machine import describe_device
+from infer.options import Bench, Chat, Check, Decoding, Demo, Generate, Inspect, Time
+from infer.output import as_json, summary
 from infer.session import Session
 from infer.settings import Settings, plan
 from infer.trace import Trace, check_writable
@@ -35,13 +38,15 @@ def run(flags: Any, screen: Screen) -> int:
             return lossless(flags, screen)
         case Time():
             return measure(flags, screen)
+        case Bench():
+            return compare(flags, screen)
         case Inspect():
             screen.clear()
             return inspect.run(flags.path, flags.target)
     raise AssertionError(flags)
 
 
-def open_session(flags: Generate | Chat | Demo | Check | Time) -> Session:
+def open_session(flags: Generate | Chat | Demo | Check | Time | Bench) -> Session:
     clock = Clock()
     with clock.stage("load"):
         loaded = pair.load(
@@ -148,8 +153,11 @@ def lossless(flags: Check, screen: Screen) -> int:
     prompts = [tokens for text in texts if len(tokens := session.prompt(text)) <= flags.max_prompt_tokens]
     if not prompts:
         raise ConfigError(f"{flags.prompts}: no prompt has at most {flags.max_prompt_tokens} tokens")
-    options = plan(loaded, Settings(block_size=flags.block_size)).options
-    checker = check.Checker(loaded.models, prompts, options, loaded.target.stop_ids, flags.max_new_tokens)
+    options = plan(loaded, Settings(block_size=flags.block_size, mode="chain", policy="fixed")).options
+    modes = check.plain_modes(options)
+    if flags.every_mode:
+        modes = check.every_mode(options, loaded.target.config, flags.tree_budget)
+    checker = check.Checker(loaded.models, prompts, modes, loaded.target.stop_ids, flags.max_new_tokens)
     assert loaded.draft is not None
     title = (
         f"target {loaded.target.source}, draft {loaded.draft.source}, block {options.largest}, {loaded.dtype} "
@@ -171,3 +179,31 @@ def measure(flags: Time, screen: Screen) -> int:
     if loaded.draft is None or loaded.draft.config.block_size < largest:
         loaded = loaded.with_draft(pair.random_draft(loaded.target, block_size=max(2, largest)))
     return timing.run(loaded, flags, screen)
+
+
+def compare(flags: Bench, screen: Screen) -> int:
+    counts = (flags.max_samples, flags.max_new_tokens - 1, flags.repeats, len(flags.dataset))
+    if min(counts) < 1:
+        raise ConfigError(
+            "max_samples and repeats must be positive, max_new_tokens at least 2, dataset not empty"
+        )
+    shared = (
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "seed",
+        "tree_chain_seed",
+        "tree_temperature",
+    )
+    wanted = Settings(**{name: getattr(flags, name) for name in shared})
+    texts = {label(name): numbered_prompts(find(name), flags.max_samples) for name in flags.dataset}
+    if len(texts) < len(flags.dataset):
+        raise ConfigError(f"--dataset names one of {', '.join(texts)} twice: each is measured once")
+    session = open_session(flags)
+    arms = compared(session.pair, flags.compare, flags.block_sizes, flags.tree_budgets, wanted)
+    asked = [
+        bench.prompts(session, name, lines, flags.max_prompt_tokens, flags.raw)
+        for name, lines in texts.items()
+    ]
+    return bench.run(session.pair, arms, asked, wanted, flags.repeats, flags.out, screen)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,19 @@ class Decoding:
     block_size: int | None = None
     """Rows of a block, the anchor included: 2 to what the draft was trained with, its default."""
 
+    mode: Literal["chain", "tree"] | None = None
+    """chain: one candidate for every position of a block. tree: the most likely prefixes of several. Same text.
+    Default: the short name's, else chain."""
+
+    tree_budget: int | None = None
+    """Candidates of a tree, the anchor excluded. Default: the short name's, else 16."""
+
+    tree_chain_seed: bool = False
+    """Put the best chain into the tree first (needs a budget of at least block size - 1)."""
+
+    tree_temperature: float = 1.0
+    """Divides the draft's logits before candidates are ranked."""
+
     temperature: float = 0.0
     """0 is greedy. The same seed gives the same text, with and without a draft."""
 
@@ -55,8 +69,8 @@ class Decoding:
     """End the output before this text. May be given several times."""
 
     policy: Literal["fixed", "adaptive"] | None = None
-    """adaptive: the next block's size follows what was accepted recently. Default: the short name's,
-    else fixed."""
+    """adaptive: what is drafted follows what was accepted lately, what is verified also the draft's confidence,
+    by the most tokens a second at the times measured on this device. Default: the short name's, else fixed."""
 
     chunk_size: int = 512
     """The prompt is read in pieces of at most this many tokens; any value gives the same result."""
@@ -197,6 +211,8 @@ class Check(Models):
     python -m infer check --target smollm2 --prompts prompts.jsonl --max-samples 20
 
     python -m infer check --target smollm2 --draft draft-folder --prompts prompts.jsonl --out check.json
+
+    python -m infer check --target tiny-hybrid --draft draft-folder --prompts prompts.jsonl --every-mode
     """
 
     prompts: Path
@@ -219,6 +235,12 @@ class Check(Models):
 
     batch: int = 4
     """Rows of the batched runs."""
+
+    every_mode: bool = False
+    """Also every rollback strategy, verify mode and bonus mode, in chains and in trees (in batches; slow)."""
+
+    tree_budget: int = 16
+    """Candidates of the trees of --every-mode."""
 
     out: Path | None = None
     """Write the table and every difference to this JSON file."""
@@ -257,6 +279,87 @@ class Time(Models):
     """Write the figures to this JSON file."""
 
 
+def _words(kind: type, what: str) -> PrimitiveConstructorSpec:
+    """Values with commas or spaces between them."""
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=f"{what}[,{what}...]",
+        instance_from_str=lambda given: tuple(
+            kind(word) for part in given for word in part.split(",") if word
+        ),
+        is_instance=lambda value: isinstance(value, tuple) and all(isinstance(word, kind) for word in value),
+        str_from_instance=lambda value: [",".join(map(str, value))],
+    )
+
+
+Words = Annotated[tuple[str, ...], _words(str, "NAME")]
+Integers = Annotated[tuple[int, ...], _words(int, "INT")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(Models):
+    """Compare decoders on the same prompts: tokens/s, the ratio to autoregressive decoding, tau, losslessness.
+
+    Every arm runs on every prompt, one after the other, so that a slow minute hits all; compiling is apart. With
+    --out it writes results.json, table.md and plots there, and a killed run continues. Exit status 1 when an
+    answer differs from the autoregressive one by more than a near-tie.
+
+    python -m infer bench --target smollm2 --dataset prompts.jsonl --max-samples 40 --out bench
+
+    python -m infer bench --target T --draft D --dataset gsm8k,mt-bench --compare chain,tree --tree-budgets 8,16,32
+    """
+
+    dataset: Words
+    """JSONL files, one prompt a line ({"turns": ["..."]} or {"prompt": "..."}), or names: gsm8k, humaneval, mbpp,
+    mt-bench. Of conversations the first turn."""
+
+    max_samples: int = 20
+    """At most this many prompts of each dataset, spread evenly over it."""
+
+    max_prompt_tokens: int = 512
+    """Longer prompts are left out, so that one capacity serves all."""
+
+    raw: bool = False
+    """The prompts as they are, without the model's chat format."""
+
+    compare: Words = ("ar", "chain")
+    """ar, chain, tree, adaptive, adaptive-tree. Autoregressive decoding (ar) always runs: the others are compared
+    with it."""
+
+    block_sizes: Integers = ()
+    """Blocks of the arms, anchor included: one arm each; adaptive ones get the largest. Default: the draft's."""
+
+    tree_budgets: Integers = (16,)
+    """Candidates of a tree, anchor excluded: one arm for each, at every block size."""
+
+    tree_chain_seed: bool = False
+    """As in generate, for every tree."""
+
+    tree_temperature: float = 1.0
+    """As in generate, for every tree."""
+
+    max_new_tokens: int = 64
+    """Budget of each answer."""
+
+    temperature: float = 0.0
+    """0 is greedy. Sampled with fixed seeds, so that the tokens can be compared all the same."""
+
+    top_p: float = 1.0
+    """As in generate."""
+
+    top_k: int = 0
+    """As in generate."""
+
+    seed: int = 0
+    """Of sampling."""
+
+    repeats: int = 1
+    """Runs of each arm on each prompt; the median counts."""
+
+    out: Path | None = None
+    """Folder for results.json, table.md, the plots and the journal."""
+
+
 # In the order of the overview.
 COMMANDS: dict[str, type] = {
     "demo": Demo,
@@ -265,4 +368,5 @@ COMMANDS: dict[str, type] = {
     "inspect": Inspect,
     "check": Check,
     "time": Time,
+    "bench": Bench,
 }

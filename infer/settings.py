@@ -84,7 +84,15 @@ class Settings:
 
     def without_draft(self) -> Settings:
         """What of it holds for autoregressive decoding."""
-        own = ("block_size", "mode", "tree_budget", "tree_chain_seed", "tree_temperature", "policy", "proposal")
+        own = (
+            "block_size",
+            "mode",
+            "tree_budget",
+            "tree_chain_seed",
+            "tree_temperature",
+            "policy",
+            "proposal",
+        )
         return dataclasses.replace(self, **{name: getattr(Settings, name) for name in own})
 
     def _of_trees(self) -> tuple[tuple[str, object], ...]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import writers
 
-from dflash_jax import decode, pair, shortnames, sources
+from dflash_jax import decode, pair, shortnames, sources, testing
 from dflash_jax.config import ConfigError
 from dflash_jax.pair import Pair
 from dflash_jax.policy import Fixed
@@ -170,3 +170,9 @@ def test_smollm2_loads(smollm2_gguf: Path) -> None:
     loaded = pair.load(str(smollm2_gguf))
     assert loaded.target.config.num_layers == 30 and loaded.target.stop_ids == (2,)
     assert pair.random_draft(loaded.target).config.taps == (1, 8, 14, 20, 27)
+
+
+@pytest.mark.parametrize(("family", "size"), [("qwen3", 48), ("qwen3_moe", 48), ("qwen3_5_moe", 3 * 32)])
+def test_a_draft_has_an_mlp_of_its_own_where_the_target_has_none(family: str, size: int) -> None:
+    made = pair.draft_shape(testing.target_config(family), num_layers=1, block_size=4, mask_token_id=0)
+    assert made.intermediate_size == size

@@ -46,6 +46,11 @@ def from_target(target: Decoder, target_params: dict, draft: DraftConfig, tokens
 
 def _check(target: Decoder, draft: DraftConfig) -> None:
     c = target.config
+    if c.recurrent is not None or (c.moe is not None and any(c.moe.layers[-draft.num_layers :])):
+        raise ConfigError(
+            f"a draft has no layers like the target's last {draft.num_layers} ({c.family}: gated or routed), so they "
+            "cannot be copied: set model.start to random"
+        )
     for field in ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"):
         if getattr(c, field) != getattr(draft, field):
             raise ConfigError(

@@ -1,15 +1,13 @@
 """`python -m train target`: a tiny chat model over bytes, to try everything else with.
 
-Of any family in dflash_jax.targets.FAMILIES, from plain text or from exercises.py, in minutes on a CPU. A
-plain text becomes conversations: the user gives a paragraph's beginning, the model goes on with it. The
-result is a Hugging Face folder that dflash_jax.pair.load, transformers and others read. Not a pretraining
-stack: one device, no resume, no evaluation.
+Of any family in dflash_jax.targets.FAMILIES, from plain text (plain_text.py) or from exercises.py, in minutes
+on a CPU. The result is a Hugging Face folder that dflash_jax.pair.load, transformers and others read. Not a
+pretraining stack: one device, no resume, no evaluation.
 """
 
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,29 +17,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import decode, tokenizer
-from dflash_jax.config import ConfigError, RopeConfig, TargetConfig
+from dflash_jax.config import (
+    FULL,
+    RECURRENT,
+    ConfigError,
+    MoeConfig,
+    RecurrentConfig,
+    RopeConfig,
+    TargetConfig,
+)
 from dflash_jax.state import AUTOREGRESSIVE, Models
 from dflash_jax.targets import abstract_params, make_target
 from dflash_jax.terminal import Screen
 from dflash_jax.weights import hf
-from train import byte_vocabulary, step
-from train.conversations import Message, messages_of, objects
+from dflash_jax.weights.fields import naming
+from train import byte_vocabulary, plain_text, step
 from train.exercises import exercises
+from train.plain_text import Messages
 from train.progress import Progress
 from train.settings import LanguageModel, Settings
 
-_OPENING = 24  # characters that the user gives at least; a paragraph has twice as many at least
 _EXERCISES = 4000
 _WARMUP, _FINAL = 0.05, 0.05  # shares: of the steps, of the rate
-
-Messages = list[Message]
 
 
 def run(settings: Settings, screen: Screen) -> int:
     wanted, folder = settings.language_model, settings.within(settings.language_model.out)
     config = target_config(wanted)
-    texts = read(wanted.text) if wanted.text else _asked(exercises(_EXERCISES, wanted.seed))
+    texts, held_out = plain_text.split(_conversations(wanted), wanted.prompts, wanted.seed)
     byte_vocabulary.write(folder)
+    if held_out:
+        plain_text.write_prompts(settings.within(Path("prompts.jsonl")), held_out)
     words = tokenizer.from_folder(folder)
     encoded = [_encode(words, messages) for messages in texts]
     began = time.monotonic()
@@ -69,20 +75,40 @@ def run(settings: Settings, screen: Screen) -> int:
 
 def target_config(wanted: LanguageModel) -> TargetConfig:
     """ConfigError for a family that is not known and for shapes that do not fit."""
-    return TargetConfig(
-        family=wanted.family,
-        hidden_size=wanted.hidden_size,
-        num_layers=wanted.layers,
-        num_heads=wanted.heads,
-        num_kv_heads=wanted.kv_heads,
-        head_dim=wanted.head_dim,
-        intermediate_size=wanted.intermediate_size,
-        vocab_size=byte_vocabulary.SIZE,
-        rope=RopeConfig(1e4),
-        tie_word_embeddings=True,
-        attention_bias=wanted.family == "qwen2",
-        max_positions=wanted.length,
-    )
+    w = wanted
+    hybrid, routed = w.family in ("qwen3_5", "qwen3_5_moe"), w.family in ("qwen3_moe", "qwen3_5_moe")
+    if hybrid and w.interval > w.layers:
+        raise ConfigError(
+            f"language_model.interval is {w.interval}, but there are {w.layers} layers: lower it, so that one of "
+            "them has attention"
+        )
+    kinds = (RECURRENT if hybrid and (i + 1) % w.interval else FULL for i in range(w.layers))
+    recurrent, moe = None, None
+    with naming("language_model"):
+        if hybrid:
+            recurrent = RecurrentConfig(w.key_heads, w.value_heads, w.key_dim, w.value_dim)
+        if routed:
+            shared = w.expert_size if hybrid else 0
+            moe = MoeConfig(w.experts, w.experts_per_token, w.expert_size, (True,) * w.layers, shared)
+        return TargetConfig(
+            family=w.family,
+            hidden_size=w.hidden_size,
+            num_layers=w.layers,
+            num_heads=w.heads,
+            num_kv_heads=w.kv_heads,
+            head_dim=w.head_dim,
+            # Qwen3.5's routed models have no dense MLP anywhere: the experts' size stands for it
+            intermediate_size=w.expert_size if hybrid and routed else w.intermediate_size,
+            vocab_size=byte_vocabulary.SIZE,
+            rope=RopeConfig(1e4),
+            tie_word_embeddings=True,
+            attention_bias=w.family == "qwen2",
+            max_positions=w.length,
+            layer_types=tuple(kinds),
+            rotary_dim=max(2, w.head_dim // 8 * 2) if hybrid else 0,  # a quarter, as in published models
+            recurrent=recurrent,
+            moe=moe,
+        )
 
 
 def fit(config: TargetConfig, wanted: LanguageModel, texts: Sequence[Sequence[int]]) -> tuple[dict, float]:
@@ -105,14 +131,28 @@ def fit(config: TargetConfig, wanted: LanguageModel, texts: Sequence[Sequence[in
 
 
 def start(config: TargetConfig, seed: int) -> dict:
-    """Norms 1, biases 0, matrices normal with deviation 0.02: what targets.init_params draws, without the
-    programs that Flax's initialisation compiles one by one."""
+    """Random float32 parameters, without the programs that Flax's initialisation compiles one by one.
+
+    Matrices are normal with deviation 0.02, norms begin as the identity, biases at 0. Heads of gated delta
+    layers begin as Mamba-2's: they forget within one token to a thousand, spread evenly over the logarithm.
+    """
     generator = np.random.default_rng(seed)
 
     def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if len(leaf.shape) == 1:
-            return jnp.full(leaf.shape, float(path[-1].key != "bias"), jnp.float32)
-        return jnp.asarray(0.02 * generator.standard_normal(leaf.shape, np.float32))
+        names = [entry.key for entry in path]
+        if names[-1] == "A_log":
+            values = np.log(generator.uniform(1, 16, leaf.shape))
+        elif names[-1] == "dt_bias":  # softplus of it is 0.001 to 0.1
+            values = np.log(np.expm1(np.exp(generator.uniform(np.log(1e-3), np.log(1e-1), leaf.shape))))
+        elif names[-2] == "conv1d":
+            values = generator.uniform(-1, 1, leaf.shape) * leaf.shape[-1] ** -0.5
+        elif len(leaf.shape) == 1:
+            # hybrid targets multiply by 1 + w, except in the norm within a delta layer
+            plain = config.recurrent is None or "linear_attn" in names
+            values = np.full(leaf.shape, float(plain and names[-1] != "bias"))
+        else:
+            values = 0.02 * generator.standard_normal(leaf.shape, np.float32)
+        return jnp.asarray(values, jnp.float32)
 
     made: dict = jax.tree_util.tree_map_with_path(draw, abstract_params(config))
     return made
@@ -142,49 +182,10 @@ def batches(texts: Sequence[Sequence[int]], rows: int, length: int, seed: int) -
         yield made
 
 
+def _conversations(wanted: LanguageModel) -> list[Messages]:
+    paths = [*wanted.text, *(plain_text.library_sources() if wanted.library else ())]
+    return plain_text.read(paths) if paths else plain_text.asked(exercises(_EXERCISES, wanted.seed))
+
+
 def _encode(words: tokenizer.Tokenizer, messages: Messages) -> list[int]:
     return words.chat(messages, add_generation_prompt=False)
-
-
-# --- text to conversations --------------------------------------------------------------------------------
-
-
-def read(paths: Sequence[Path]) -> list[Messages]:
-    """Conversations of plain text files and of JSONL with {"text": "..."} or {"messages": [...]} a line.
-    ConfigError names the file (and line) that cannot be used."""
-    made: list[Messages] = []
-    for path in paths:
-        if path.suffix == ".jsonl":
-            for line in objects(path):
-                made += paragraphs(line.text("text")) if "text" in line else [messages_of(line)]
-        else:
-            try:
-                made += paragraphs(path.read_text("utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"{path}: language_model.text cannot be read ({error})") from None
-    if not made:
-        raise ConfigError(
-            f"language_model.text: {', '.join(map(str, paths))} hold no paragraph of {2 * _OPENING} characters"
-        )
-    return made
-
-
-def paragraphs(text: str) -> list[Messages]:
-    """The user's turn is a paragraph's beginning, up to the first word after _OPENING characters; the answer
-    is the rest. A paragraph that is too short is joined with the next."""
-    made: list[tuple[str, str]] = []
-    waiting = ""
-    for part in re.split(r"\n\s*\n", text):
-        waiting = f"{waiting}\n{part.strip()}".strip()
-        cut = waiting.find(" ", _OPENING)
-        if len(waiting) >= 2 * _OPENING and cut > 0:
-            made.append((waiting[:cut], waiting[cut + 1 :]))
-            waiting = ""
-    return _asked(made)
-
-
-def _asked(pairs: Sequence[tuple[str, str]]) -> list[Messages]:
-    return [
-        [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-        for asked, answer in pairs
-    ]

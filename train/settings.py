@@ -247,8 +247,12 @@ class LanguageModel:
 
     text: tuple[Path, ...] = ()
     """Plain text files, or JSONL with {"text": "..."}."""
+    library: bool = False
+    """Also learn from the sources of Python's standard library, which every machine has."""
     out: Path = Path("target")
     """Folder, in the run's folder unless absolute."""
+    prompts: int = 0
+    """User turns that are kept from training and written to prompts.jsonl in the run's folder."""
     family: str = "qwen3"
     layers: int = 4
     hidden_size: int = 128
@@ -256,11 +260,33 @@ class LanguageModel:
     kv_heads: int = 2
     head_dim: int = 32
     intermediate_size: int = 384
+    """Of the dense MLP."""
+    interval: int = 4
+    """Hybrid families: every so many layers, one has full attention; the others are gated delta layers."""
+    key_heads: int = 2
+    """Of a gated delta layer."""
+    value_heads: int = 4
+    """Of a gated delta layer, a multiple of key_heads."""
+    key_dim: int = 32
+    """Size of a key head."""
+    value_dim: int = 32
+    """Size of a value head."""
+    experts: int = 8
+    """Families with a mixture of experts: experts of a layer. (Nothing balances their use.)"""
+    experts_per_token: int = 2
+    expert_size: int = 96
+    """Width of one expert, and of the one that every token uses where a family has it."""
     length: int = 256
     rows: int = 16
     steps: int = 1000
     rate: float = 3e-3
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "interval", "length", "rows", "steps"):
+            _require(getattr(self, name) > 0, f"{name} must be positive")
+        _require(self.rate > 0, "rate must be above 0")
+        _require(self.prompts >= 0, "prompts must not be negative")
 
 
 SECTIONS: dict[str, type] = {

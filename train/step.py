@@ -24,7 +24,7 @@ from dflash_jax.block import chain_block
 from dflash_jax.cache import target_cache
 from dflash_jax.config import ConfigError
 from dflash_jax.drafts.dflash import DFlash
-from dflash_jax.layers import RMSNorm, contract
+from dflash_jax.layers import contract
 from dflash_jax.targets import Decoder
 from train import loss as losses
 from train.anchors import Blocks, chunk_starts, eligible, layout, sample_anchors
@@ -253,7 +253,7 @@ def target_states(
     if not setup.soft:
         return features, None
     features, last = features[..., : -c.hidden_size], features[..., -c.hidden_size :]
-    return features, _apply(RMSNorm(c.rms_norm_eps), target_params["norm"], last)
+    return features, _apply(setup.target.final_norm(c.rms_norm_eps), target_params["norm"], last)
 
 
 def _apply(module: nn.Module, params: Any, *args: Any, **kwargs: Any) -> Any:

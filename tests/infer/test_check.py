@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax import decode
+from dflash_jax import decode, testing
 from dflash_jax.config import ConfigError
+from dflash_jax.policy import Fixed
 from dflash_jax.sampling import choose, sampling
-from infer import lossless
+from dflash_jax.state import Options
+from infer import check, lossless
 from infer.__main__ import main
 from infer.datasets import read_prompts
 from infer.session import Session
@@ -59,6 +61,38 @@ def test_check_finds_nothing_and_says_so(
         for decoder in ("autoregressive", "generate", "stepwise")
     ]
     assert all(arm["tokens"] == arms[0]["tokens"] == 36 for arm in arms[:6])
+
+
+def test_every_mode_is_there() -> None:
+    modes = check.every_mode(Options(Fixed(4)), testing.target_config("qwen3_5"), tree_budget=5)
+    names = [mode.name for mode in modes]
+    assert len(names) == len(set(names)) == 23
+    for name in ("generate, chain, states", "generate, tree, tape", "generate, tree, states"):
+        assert name in names
+    for shape, verify in (("chain", "sequential"), ("tree", "batched")):
+        for rollback in ("tape", "states", "replay"):
+            for bonus in ("implicit", "explicit"):
+                assert f"stepwise, {shape}, {rollback}, {verify}, {bonus}" in names
+
+
+def test_modes_run_in_batches_and_are_lossless() -> None:
+    """A hybrid target over 11 tokens, of which even a random draft guesses some."""
+    models = testing.make_models(testing.target_config("qwen3_5", num_layers=2))
+    modes = check.every_mode(Options(Fixed(4)), models.target.config, tree_budget=5)
+    names = ["autoregressive", "generate, tree, states", "stepwise, chain, replay, sequential, explicit"]
+    chosen = [next(mode for mode in modes if mode.name == name) for name in names]
+    checker = check.Checker(models, [[1, 2, 3, 4, 5], [6, 7]], chosen, (), max_new_tokens=12)
+    arms = list(checker.arms([0.0], 2, lambda: None))
+    assert [(arm.decoder, arm.batch) for arm in arms] == [(names[0], 1), *((name, 2) for name in names)]
+    assert not any(arm.suspicious for arm in arms) and all(arm.tokens == 24 for arm in arms)
+    assert arms[2].tau > arms[3].tau > 1, "candidates are accepted, and more in a tree"
+
+
+def test_modes_without_recurrent_layers_leave_states_out() -> None:
+    modes = check.every_mode(Options(Fixed(4)), testing.target_config(), tree_budget=5)
+    assert not any("states" in mode.name for mode in modes) and len(modes) == 15
+    with pytest.raises(ConfigError, match="tree budget is 0"):
+        check.every_mode(Options(Fixed(4)), testing.target_config(), tree_budget=0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

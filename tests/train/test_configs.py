@@ -24,7 +24,7 @@ def test_every_config_loads(path: Path) -> None:
 
 def test_those_that_were_promised_are_there() -> None:
     names = {path.stem for path in CONFIGS}
-    assert {"smollm2", "smollm2-gpu", "tiny", *PAPER} <= names
+    assert {"smollm2", "smollm2-gpu", "tiny", "tiny-hybrid", *PAPER} <= names
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -39,11 +39,17 @@ def test_the_papers_recipe(name: str) -> None:
     assert found.data.files == (found.regenerate.out,), "what regenerate writes is what fit reads"
 
 
-def test_the_tiny_target_is_where_its_command_puts_it() -> None:
-    found = settings.read(shortnames.CONFIGS / "tiny.toml")
-    assert shortnames.find("tiny").target.path == str(found.within(found.language_model.out))
+@pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])
+def test_a_tiny_target_is_where_its_command_puts_it(name: str) -> None:
+    found = settings.read(shortnames.CONFIGS / f"{name}.toml")
+    assert shortnames.find(name).target.path == str(found.within(found.language_model.out))
     longest = found.synthesize.prompt_tokens + found.synthesize.answer_tokens
     assert longest <= found.language_model.length == found.data.max_length
+
+
+def test_the_hybrid_recipe_repeats_key_heads() -> None:
+    found = settings.read(shortnames.CONFIGS / "tiny-hybrid.toml").language_model
+    assert found.family == "qwen3_5" and found.value_heads > found.key_heads
 
 
 def test_both_smollm2_recipes_are_for_one_file() -> None:

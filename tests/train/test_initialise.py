@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tiny import TARGET, draft_config
 
+from dflash_jax import testing
 from dflash_jax.config import ConfigError
 from dflash_jax.drafts import DFlash, abstract_params
 from dflash_jax.layers import rotation
@@ -72,3 +73,11 @@ def test_a_target_with_its_own_head_norms_keeps_them() -> None:
 def test_other_shapes_are_refused(change: dict) -> None:
     with pytest.raises(ConfigError, match=r"copied|fewer than"):
         from_target(make_target(TARGET), target_params(), draft_config(**change), TOKENS)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_moe"])
+def test_layers_that_a_draft_cannot_have_are_not_copied(family: str) -> None:
+    config = testing.target_config(family)
+    draft = testing.draft_config(config, num_layers=1, intermediate_size=config.intermediate_size)
+    with pytest.raises(ConfigError, match=rf"last 1 \({family}: .* set model\.start to random"):
+        from_target(make_target(config), {}, draft, TOKENS)

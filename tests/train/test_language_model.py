@@ -12,20 +12,21 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax import decode, pair, tokenizer
+from dflash_jax import decode, gated_delta, pair, tokenizer
 from dflash_jax.config import ConfigError
+from dflash_jax.gated_delta import CHUNK
 from dflash_jax.state import AUTOREGRESSIVE
 from dflash_jax.targets import FAMILIES, abstract_params
 from dflash_jax.terminal import Screen
 from dflash_jax.testing import random_params
 from dflash_jax.weights import hf
-from train import byte_vocabulary, language_model
+from train import byte_vocabulary, language_model, plain_text
 from train.exercises import exercises
 from train.settings import LanguageModel, Run, Settings
 
 TINY = LanguageModel(
     layers=2, hidden_size=24, heads=4, kv_heads=2, head_dim=8, intermediate_size=40, length=96, rows=8,
-    steps=100, rate=1e-2,
+    steps=100, rate=1e-2, interval=2, key_dim=6, value_dim=8, experts=4, expert_size=12,
 )  # fmt: skip
 
 
@@ -46,6 +47,48 @@ def test_an_unknown_family_is_an_error() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"family": "qwen3_5", "interval": 3},
+            r"language_model\.interval is 3, but there are 2 layers: lower it",
+        ),
+        ({"family": "qwen3_5", "value_heads": 3}, r"language_model: .* 3 value heads over 2 key heads"),
+        ({"family": "qwen3_moe", "experts_per_token": 5}, r"language_model: .* 5 experts per token of 4"),
+        ({"kv_heads": 3}, r"language_model: .* 4 query heads over 3 key/value heads"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(changes: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        language_model.target_config(dataclasses.replace(TINY, **changes))
+
+
+def test_a_setting_that_is_no_size_is_named() -> None:
+    with pytest.raises(ConfigError, match="steps must be positive"):
+        LanguageModel(steps=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_reaches_every_parameter(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two updates over rows of two chunks of the delta rule: finite, and nothing stands still. One solve for a
+    whole row would cost the square of its length."""
+    sizes = [0]
+    solve = gated_delta._solve
+    monkeypatch.setattr(gated_delta, "_solve", lambda q, *rest: sizes.append(q.shape[1]) or solve(q, *rest))
+    wanted = dataclasses.replace(TINY, family=family, steps=2, length=2 * CHUNK, rows=4)
+    config = language_model.target_config(wanted)
+    texts = [np.random.default_rng(i).integers(0, 256, 90).tolist() for i in range(4)]
+    params, loss = language_model.fit(config, wanted, texts)
+    assert 5 < loss < 6  # log 262 is 5.57
+    assert max(sizes) == (CHUNK if config.recurrent else 0)
+    before = language_model.start(config, wanted.seed)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        assert bool(np.isfinite(leaf).all()), path
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, before)
+    assert min(jax.tree.leaves(moved)) > 0, moved
+
+
 def test_the_byte_vocabulary_is_bytes_turns_and_a_template(tmp_path: Path) -> None:
     byte_vocabulary.write(tmp_path)
     words = tokenizer.from_folder(tmp_path)
@@ -62,7 +105,8 @@ def test_the_byte_vocabulary_is_bytes_turns_and_a_template(tmp_path: Path) -> No
     ]
 
 
-def test_the_command_makes_a_target_that_learned_its_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_the_command_makes_a_target_that_learned_its_text(tmp_path: Path, family: str) -> None:
     text = tmp_path / "text.jsonl"
     asked, answer = "Say it.", "one fox jumps over my lazy dog"
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
@@ -71,7 +115,7 @@ def test_the_command_makes_a_target_that_learned_its_text(tmp_path: Path) -> Non
         name="tiny",
         target="",
         run=Run(folder=tmp_path),
-        language_model=dataclasses.replace(TINY, text=(text,)),
+        language_model=dataclasses.replace(TINY, text=(text,), family=family),
     )
     said = io.StringIO()
     with Screen() as screen, redirect_stdout(said):
@@ -89,7 +133,7 @@ def test_the_command_makes_a_target_that_learned_its_text(tmp_path: Path) -> Non
 
 def test_paragraphs_become_conversations() -> None:
     text = "Short.\n\nThe first words of this paragraph are what the user says here.\n\n  \n\nAnother, too short."
-    (messages,) = language_model.paragraphs(text)
+    (messages,) = plain_text.paragraphs(text)
     assert [message["role"] for message in messages] == ["user", "assistant"]
     asked, answer = (message["content"] for message in messages)
     assert f"{asked} {answer}" == "Short.\nThe first words of this paragraph are what the user says here."
@@ -108,7 +152,7 @@ def test_text_that_cannot_be_used(tmp_path: Path, name: str, content: str, says:
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(ConfigError, match=says):
-        language_model.read([path])
+        plain_text.read([path])
 
 
 def test_rows_begin_with_conversations_and_see_all_of_them() -> None:
@@ -118,6 +162,34 @@ def test_rows_begin_with_conversations_and_see_all_of_them() -> None:
     assert first.shape == (5, 4)
     assert sorted(first[:, 0].tolist()) == list(range(5))
     assert (first[:, 3] == byte_vocabulary.END_OF_TEXT).all()
+
+
+def test_code_loses_its_indentation_and_nothing_else() -> None:
+    (messages,) = plain_text.paragraphs(
+        "    def a_method(self, of, several, values):\n        return values\n\n"
+    )
+    asked, answer = (message["content"] for message in messages)
+    assert f"{asked} {answer}" == "def a_method(self, of, several, values):\n    return values"
+
+
+def test_the_standard_library_is_text() -> None:
+    found = plain_text.library_sources()
+    assert {"textwrap.py", "dataclasses.py"} <= {path.name for path in found}
+    texts = plain_text.read(found)
+    assert len(texts) > 1000 and any("def dedent(text)" in m["content"] for one in texts for m in one)
+
+
+def test_user_turns_that_are_kept_from_training_are_in_no_trained_conversation(tmp_path: Path) -> None:
+    texts = plain_text.asked([(f"turn {i % 7}", f"answer {i}") for i in range(20)])
+    trained, held_out = plain_text.split(texts, 3, seed=0)
+    turns = {messages[0]["content"] for messages in trained}
+    assert len(held_out) == len(set(held_out)) == 3 and len(turns) == 4 and not turns & set(held_out)
+    assert plain_text.split(texts, 0, seed=0) == (texts, [])
+    path = tmp_path / "run" / "prompts.jsonl"
+    plain_text.write_prompts(path, held_out)
+    assert [json.loads(line)["prompt"] for line in path.read_text().splitlines()] == held_out
+    with pytest.raises(ConfigError, match=r"language_model\.prompts is 7, but the text has no more"):
+        plain_text.split(texts, 7, seed=0)
 
 
 def test_exercises_are_the_same_every_time_and_of_all_kinds() -> None:

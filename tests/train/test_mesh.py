@@ -81,6 +81,8 @@ def test_weights_are_cut_where_they_can_be() -> None:
         (32, 64): PartitionSpec(None, "fsdp"),
         (6, 12): PartitionSpec(None, "fsdp"),  # the only axis that 4 divides
         (6, 7): PartitionSpec(),
+        (160, 1, 4): PartitionSpec("fsdp", None, None),  # the convolution of a gated delta layer
+        (5, 24, 32): PartitionSpec(None, None, "fsdp"),  # experts
     }.items():
         assert mesh.sharding(devices, shape).spec == parts, shape
     placed = mesh.place(devices, {"a": np.ones((64, 32), np.float32)})["a"]

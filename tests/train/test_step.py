@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 from tiny import DRAFT, TARGET
 
-from dflash_jax import decode
+from dflash_jax import decode, testing
+from dflash_jax.block import chain_block
+from dflash_jax.cache import target_cache
 from dflash_jax.config import ConfigError
 from dflash_jax.drafts import DFlash, init_params
 from dflash_jax.policy import Fixed
 from dflash_jax.state import AUTOREGRESSIVE, Models, Options
+from dflash_jax.targets import abstract_params, make_target
 from dflash_jax.targets import init_params as init_target
-from dflash_jax.targets import make_target
+from dflash_jax.testing import random_params
 from train import step
 from train.anchors import eligible, sample_anchors
 from train.conversations import Example
@@ -119,6 +122,26 @@ def test_stored_features_are_used_in_place_of_the_targets_forward() -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), online, offline)
     _, other = step.predict(setup, params, draft, stored.replace(features=-features), anchors, keep)
     assert float(other.loss) != float(online.loss)
+
+
+def test_last_states_of_a_hybrid_target_are_what_its_head_reads() -> None:
+    """Families differ in their last norm; padding at the end changes nothing before it."""
+    config = testing.target_config("qwen3_5", num_layers=2)
+    target, params = make_target(config), random_params(abstract_params(config))
+    draft = testing.draft_config(config, taps=(0, 1))
+    setup = dataclasses.replace(SETUP, target=target, draft=DFlash(draft), soft=1.0)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 8)).astype(np.int32)
+    valid = np.arange(8) < np.array([[8], [5]])
+    features, final = jax.jit(step.target_states, static_argnums=0)(
+        setup, params, step.Batch(tokens, valid, valid)
+    )
+    read = partial(jax.jit(target.apply, static_argnames=("taps", "method")), {"params": params})
+    alone = read(
+        chain_block(jnp.asarray(tokens[1:, :5])), target_cache(config, 1, 0, jnp.float32), taps=draft.taps
+    )
+    np.testing.assert_allclose(features[1, :5], alone.features[0], rtol=1e-4, atol=1e-4)
+    logits = read(final[1:, :5], method="head")
+    np.testing.assert_allclose(logits, alone.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_soft_labels_of_the_target_itself_are_its_logits() -> None:
