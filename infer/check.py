@@ -34,6 +34,8 @@ from dflash_jax.tree import TreeShape
 from dflash_jax.weights.atomic import replacing
 from infer.lossless import Divergence, divergences
 
+_WIDTH = 120  # columns of a table that goes to a file: names of modes are long
+
 Decoder = Callable[[Models, RoundState, Options], RoundState]
 
 
@@ -178,7 +180,8 @@ def run(checker: Checker, temperatures: Sequence[float], batch: int, out: Path |
             progress.update(task, description=f"{arm.decoder} x{arm.batch} T={arm.temperature:g} done")
             if out:
                 _save(out, title, arms)
-    report(arms, title, len(checker.prompts), Console(file=sys.stdout))
+    width = None if sys.stdout.isatty() else _WIDTH
+    report(arms, title, len(checker.prompts), Console(file=sys.stdout, width=width))
     return int(any(arm.suspicious for arm in arms))
 
 
