@@ -10,10 +10,10 @@ lint:
 	mypy
 
 test:
-	pytest $(PYTEST_ARGS)
+	pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 parity:
-	pytest -m "(model or parity) and not slow" $(PYTEST_ARGS)
+	pytest -n auto --dist loadfile -m "(model or parity) and not slow" $(PYTEST_ARGS)
 
 slow:
 	pytest -m "slow or parity and slow" $(PYTEST_ARGS)  # naming parity enters tests/parity

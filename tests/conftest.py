@@ -54,6 +54,15 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.parity)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_programs_do_not_pile_up():
+    """Every program that XLA compiles for a CPU holds memory maps, and a process may have 65,530 of them
+    (vm.max_map_count): the whole suite in one process ran into that and ended in a segmentation fault.
+    What another file compiled comes back from the cache on disk."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """SmolLM2-135M-Instruct as a GGUF file: $DFLASH_SMOLLM2_GGUF, or the copy in the user's cache, which

@@ -118,7 +118,7 @@ def test_a_budget_beyond_every_prefix_is_padded() -> None:
 
 def test_a_chain_is_the_tree_of_best_candidates() -> None:
     logits = draw_logits(5, 4, 9)
-    chain = draft_chain(ANCHOR, jnp.asarray(logits))
+    chain = draft_chain(ANCHOR, jnp.asarray(logits), jnp.asarray(logits.argmax(-1), jnp.int32))
     np.testing.assert_array_equal(chain.block.tokens[:, 1:], logits.argmax(-1))
     logp = np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1)).max(-1)
     np.testing.assert_allclose(chain.weight[:, 1:], np.cumsum(logp, axis=1), rtol=1e-5)

@@ -50,7 +50,7 @@ def test_predictions_are_what_decoding_proposes() -> None:
     for anchor in (4, 11):
         state = decode.prefill(models, tokens[:, :anchor].tolist(), Options(Fixed(4)), max_new_tokens=8)
         state = dataclasses.replace(state, anchor=jnp.asarray(tokens[:, anchor]))
-        proposed = np.asarray(decode.propose(models, state, Options(Fixed(4)), 4, 64)[0].tokens)[0, 1:]
+        proposed = np.asarray(decode.propose(models, state, Options(Fixed(4)), 4, 64)[0].block.tokens)[0, 1:]
         told = tokens.copy()
         told[0, anchor + 1 : anchor + 4] = proposed  # the text that makes every candidate right
         blocks, _ = step.predict(
