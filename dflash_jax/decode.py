@@ -134,6 +134,11 @@ def _check(models: Models, state: RoundState, options: Options) -> None:
         raise ConfigError("rollback 'replay' is a debugging mode: only generate_stepwise has it")
     if options.proposal == "sample" and state.sampling.greedy:
         raise ConfigError("proposal 'sample' needs a temperature above 0: greedy decoding has one answer")
+    if options.proposal == "sample" and len(options.policy.rows) > 1:
+        raise ConfigError(
+            "proposal 'sample' needs a fixed policy: candidates that are left out for what they are "
+            "are no sample of the draft any more, and acceptance would be biased"
+        )
     if models.draft is not None and options.largest > 1:
         check_block_size(models.draft.config, options.largest)
     if options.tree is not None:

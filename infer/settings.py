@@ -65,6 +65,10 @@ class Settings:
             raise ConfigError(
                 "proposal 'sample' is for chains: min(1, p/q) over a tree of the best is biased"
             )
+        if self.policy == "adaptive" and self.proposal == "sample":
+            raise ConfigError(
+                "proposal 'sample' needs a fixed policy: leaving candidates out by what they are is biased"
+            )
         if self.mode == "tree" and self.verify == "sequential":
             raise ConfigError("verify 'sequential' goes along a chain: it cannot verify a tree")
         if self.mode == "chain":

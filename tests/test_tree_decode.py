@@ -133,6 +133,8 @@ def test_what_trees_cannot_do_is_refused() -> None:
     state = decode.prefill(pair(), PROMPTS, options, max_new_tokens=4, how=warm())
     with pytest.raises(ConfigError, match="biased"):
         decode.generate(pair(), state, options)
+    with pytest.raises(ConfigError, match="needs a fixed policy"):
+        decode.generate(pair(), state, Options(Adaptive((1, C)), proposal="sample"))
     with pytest.raises(ConfigError, match="cannot verify a tree"):
         next(stepwise.generate_stepwise(pair(), state, tree(8), verify="sequential"))
     with pytest.raises(ConfigError, match="12 nodes"):

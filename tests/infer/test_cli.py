@@ -131,6 +131,10 @@ def test_trace_is_written(run, tmp_path: Path) -> None:
         (["--prompt", "a", "--device", "abacus"], "device 'abacus' does not exist here"),
         (["--prompt", "a", "--mode", "tree"], "mode tree needs a draft"),
         (["--prompt", "a", "--mode", "forest"], "forest"),
+        (
+            ["--prompt", "a", "--policy", "adaptive", "--proposal", "sample", "--temperature", "1"],
+            "fixed policy",
+        ),
         (["--prompt", "a", "--tree-budget", "0"], "tree budget is 0"),
         (["--prompt", "a", "--mode", "chain", "--tree-budget", "4"], "tree_budget is for trees"),
         (["--prompt", "a", "--tree", "4"], "Unrecognized options: --tree, 4"),
