@@ -13,8 +13,12 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX_PLATFORMS=cuda runs the same tests on a GPU
 # Sharded training is tested without hardware. Unused devices are free: 23 s of tiny compiles took 23 s
 # with 1 device and with 8.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-
+# And a compiler that tries less: tests compile many small programs and run each a few times.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    + " --xla_llvm_disable_expensive_passes=true"
+)
 import jax
 import pytest
 import shape_check

@@ -105,7 +105,9 @@ def start(folder: Path, devices: int = 1, **changes: Any) -> subprocess.Popen[st
             "JAX_PLATFORMS": "cpu",
             "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(CACHE)),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            # the same bits need the same compiler
+            # the last one counts; the same bits need the same compiler flags
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
