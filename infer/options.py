@@ -183,7 +183,7 @@ class Demo:
     """As in generate."""
 
     draft: str | None = None
-    """As in generate. Without one (no draft ships yet) an untrained draft is made: correct, and slow."""
+    """As in generate. For a target without one an untrained draft is made: correct, and slow."""
 
     block_size: int | None = None
     """Rows of a block; the draft's by default."""
