@@ -7,14 +7,15 @@ one selection. An old cache is untouched and can be continued again.
 
 Attention layers keep keys and values by position; slots at and beyond `length` hold garbage by
 definition, and every reader masks them. Allocated slots = capacity + the largest write, because
-`dynamic_update_slice` clamps silently at the end of a buffer. Recurrent layers keep one state, whatever
-the length.
+`dynamic_update_slice` clamps silently at the end of a buffer. The draft's context may be a ring instead, which
+wraps. Recurrent layers keep one state, whatever the length.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +24,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import RECURRENT, DraftConfig, RecurrentConfig, TargetConfig
+from dflash_jax.config import RECURRENT, ConfigError, DraftConfig, RecurrentConfig, TargetConfig
 
 
 @struct.dataclass
@@ -89,12 +90,50 @@ class TargetCache:
         return next(layer.slots for layer in self.layers if isinstance(layer, KVCache))
 
 
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """A draft context that does not grow: position p is in slot p % slots, and the last `window` committed
+    positions are visible.
+
+    A write of T rows goes beyond what is committed then, by T rows when none of them is kept, and those land on
+    positions up to length + T - 1 - slots. So slots >= window + T, and none of them was visible.
+    """
+
+    window: int
+    slots: int
+
+    @classmethod
+    def of(cls, window: int, rows: int) -> Ring:
+        """With room for writes of `rows`."""
+        if window < 1:
+            raise ConfigError(f"draft_window is {window}: the draft needs at least 1 position")
+        return cls(window, window + rows)
+
+    @property
+    def rows(self) -> int:
+        """The largest write."""
+        return self.slots - self.window
+
+    def held(self, slot: Array, length: Array) -> Array:
+        """The position in a slot once `length` are committed; negative: none yet."""
+        return slot + self.slots * ((length - 1 - slot) // self.slots)
+
+    def covers(self, config: DraftConfig) -> bool:
+        """No layer of this draft looks beyond the window, so that the ring is the full context. (Of a layer's window
+        one position is the block's own row.)"""
+        windows = [config.window(i) for i in range(config.num_layers)]
+        return all(window is not None and window - 1 <= self.window for window in windows)
+
+
 @struct.dataclass
 class DraftCache:
-    """layers: the draft's context keys and values, one per draft layer. length [B] i32."""
+    """layers: the draft's context keys and values, one per draft layer. length [B] i32. ring: how slots are used
+    again; None: slot p holds position p. (A ring's buffers may be shorter than its slots while that is true of
+    it too.)"""
 
     layers: tuple[KVCache, ...]
     length: Array
+    ring: Ring | None = struct.field(pytree_node=False, default=None)
 
     @property
     def slots(self) -> int:
@@ -118,9 +157,11 @@ def target_cache(config: TargetConfig, batch: int, slots: int, dtype) -> TargetC
     return TargetCache(layers, jnp.zeros(batch, jnp.int32))
 
 
-def draft_cache(config: DraftConfig, batch: int, slots: int, dtype) -> DraftCache:
+def draft_cache(config: DraftConfig, batch: int, slots: int, dtype, ring: Ring | None = None) -> DraftCache:
+    """slots: of a full context; a ring takes no more than its own."""
+    slots = min(slots, ring.slots) if ring else slots
     layers = tuple(_empty_slots(config, batch, slots, dtype) for _ in range(config.num_layers))
-    return DraftCache(layers, jnp.zeros(batch, jnp.int32))
+    return DraftCache(layers, jnp.zeros(batch, jnp.int32), ring)
 
 
 def _empty_slots(config: TargetConfig | DraftConfig, batch: int, slots: int, dtype) -> KVCache:
@@ -205,13 +246,26 @@ def _take(x: Array, nodes: Int[Array, "B P"]) -> Array:
 
 def extend_context(cache: DraftCache, rows: tuple[KVCache, ...], count: Int[Array, " B"]) -> DraftCache:
     """The draft's context grown by the first `count[b]` of `rows`."""
-    layers = (_append(old, new, cache.length) for old, new in zip(cache.layers, rows, strict=True))
-    return DraftCache(tuple(layers), cache.length + count)
+    ring = cache.ring
+    if ring is not None and rows[0].slots > ring.rows:
+        raise ConfigError(
+            f"{rows[0].slots} rows at once do not fit a draft context that was made for {ring.rows} "
+            f"beside its window of {ring.window}"
+        )
+    write = _append if ring is None else partial(_append_around, ring)
+    layers = (write(old, new, cache.length) for old, new in zip(cache.layers, rows, strict=True))
+    return dataclasses.replace(cache, layers=tuple(layers), length=cache.length + count)
 
 
 def _append(old: KVCache, new: KVCache, at: Int[Array, " B"]) -> KVCache:
     write = jax.vmap(lambda buffer, rows, start: lax.dynamic_update_slice(buffer, rows, (0, start, 0)))
     return KVCache(write(old.k, new.k, at), write(old.v, new.v, at))
+
+
+def _append_around(ring: Ring, old: KVCache, new: KVCache, at: Int[Array, " B"]) -> KVCache:
+    slots = (at[:, None] + jnp.arange(new.slots, dtype=jnp.int32)[None]) % ring.slots
+    write = jax.vmap(lambda buffer, rows, slot: buffer.at[:, slot].set(rows, unique_indices=True))
+    return KVCache(write(old.k, new.k, slots), write(old.v, new.v, slots))
 
 
 # --- trails ---------------------------------------------------------------------------------------------
@@ -256,7 +310,9 @@ def prefix(cache: Cache, slots: int) -> Cache:
 
 
 def grow(cache: Cache, slots: int) -> Cache:
-    """The same cache with room for `slots` slots (a host function, between calls)."""
+    """The same cache with room for `slots` positions (a host function, between calls)."""
+    if isinstance(cache, DraftCache) and cache.ring is not None:
+        slots = min(slots, cache.ring.slots)
     extra = max(0, slots - cache.slots)
     return _resize(cache, lambda buffer: jnp.pad(buffer, ((0, 0), (0, 0), (0, extra), (0, 0))))
 

@@ -1,49 +1,37 @@
 """Speculative decoding with a block-diffusion draft: the algorithm (DFlash 3.1) and its loops.
 
-One round, a pure function of a state:
-
-    propose   the draft fills [anchor, MASK, ...] in one pass, seeing every committed position
-    verify    the target looks at the whole block in one pass; nothing is written
-    accept    walk from the anchor while the target agrees
-    commit    select the accepted rows into the next caches; the target's own choice after them is
-              the next anchor ("implicit bonus": emitted now, forwarded in the next round)
-
-The candidates are a chain or a tree (tree.py). `generate` is `lax.while_loop(round)` on the device;
-stepwise.py calls the same functions from Python, to look inside, to stream, and for the debugging modes.
-Autoregressive decoding is a round whose block is the anchor alone.
+A round (rounds.py) is a pure function of a state, and `generate` is `lax.while_loop(round)` on the device;
+stepwise.py calls the same functions from Python, to look inside, to stream, for the debugging modes and for models
+in pieces. Autoregressive decoding is a round whose block is the anchor alone. Here is everything that is compiled.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Float
 
-from dflash_jax.block import Block
 from dflash_jax.buckets import bucket, check_prompts, chunks_of, prefixes, stop_array
 from dflash_jax.cache import (
     DraftCache,
+    Ring,
     TargetCache,
-    Trail,
     commit,
     commit_layer,
     draft_cache,
     grow,
-    pad_trail,
-    prefix,
     target_cache,
 )
-from dflash_jax.config import ConfigError, check_block_size
+from dflash_jax.config import ConfigError
 from dflash_jax.generation import Generation, finish
-from dflash_jax.policy import Seen
+from dflash_jax.placement import draft_cache_beside, follow, target_cache_beside
 from dflash_jax.prefill import (
     alike,
     begin,
@@ -54,211 +42,9 @@ from dflash_jax.prefill import (
     one_layer,
     whole_chunk,
 )
-from dflash_jax.sampling import (
-    Acceptance,
-    Sampling,
-    accept,
-    log_probability,
-    most_likely,
-    propose_samples,
-    sampling,
-)
-from dflash_jax.state import AUTOREGRESSIVE, Models, Options, RoundState, RoundTrace, cut, emit
-from dflash_jax.targets import TargetOutput
-from dflash_jax.tree import (
-    Candidates,
-    anchor_alone,
-    draft_chain,
-    draft_tree,
-    first_nodes,
-    pad_candidates,
-    pad_rows,
-)
-
-
-@struct.dataclass
-class Drafted:
-    """The draft's half of a round, padded to the largest sizes. probs [B, C-1, V]: what sampled candidates
-    were drawn from, None for the draft's best. size: the block size."""
-
-    candidates: Candidates
-    probs: Array | None
-    size: Array
-
-
-@struct.dataclass
-class Verified:
-    """The target's half, padded to the most nodes. offered: the most tokens that it can commit."""
-
-    block: Block
-    acceptance: Acceptance
-    logprobs: Array
-    features: Array
-    trail: Trail
-    offered: Array
-    expected: Array
-    nodes: Array
-
-
-# --- one round ----------------------------------------------------------------------------------------
-
-
-def round(models: Models, state: RoundState, options: Options) -> tuple[RoundState, RoundTrace]:
-    """Propose, verify, accept, commit."""
-    _check(models, state, options)
-    policy = options.policy
-    draft = partial(_draft, models, state, options)
-    drafted = _compiled_for(state, policy.sizes, policy.choose(state.policy), draft)
-    confidence = jnp.where(state.done[:, None], -jnp.inf, drafted.candidates.weight)
-    verify = partial(_verify, models, state, drafted, options)
-    verified = _compiled_for(state, policy.rows, policy.choose(state.policy, confidence), verify)
-    return _write(models, state, verified, options)
-
-
-def _compiled_for(state: RoundState, sizes: tuple[int, ...], chosen: Array | int, body: Callable) -> Any:
-    """body(size, slots) for the chosen size and the shortest cache prefix that covers what is committed."""
-    compiled = prefixes(state.target_cache.slots, state.largest)
-    longest = jnp.max(jnp.where(state.done, 0, state.target_cache.length))
-    shortest = jnp.sum(longest > jnp.asarray(compiled), dtype=jnp.int32)
-    branches = [partial(body, size, slots) for size in sizes for slots in compiled]
-    return lax.switch(chosen * len(compiled) + shortest, branches)
-
-
-def _check(models: Models, state: RoundState, options: Options) -> None:
-    """While tracing: what would clamp, degrade or divide by zero is refused."""
-    if options.largest > state.largest:
-        raise ConfigError(
-            f"block size {options.largest} does not fit: the state was allocated for {state.largest}"
-        )
-    if options.rollback == "replay":
-        raise ConfigError("rollback 'replay' is a debugging mode: only generate_stepwise has it")
-    if options.proposal == "sample" and state.sampling.greedy:
-        raise ConfigError("proposal 'sample' needs a temperature above 0: greedy decoding has one answer")
-    if options.proposal == "sample" and len(options.policy.rows) > 1:
-        raise ConfigError(
-            "proposal 'sample' needs a fixed policy: candidates that are left out for what they are "
-            "are no sample of the draft any more, and acceptance would be biased"
-        )
-    if models.draft is not None and options.largest > 1:
-        check_block_size(models.draft.config, options.largest)
-    if options.tree is not None:
-        if options.proposal == "sample":
-            raise ConfigError(
-                "proposal 'sample' is for chains: min(1, p/q) over a tree of the best is biased"
-            )
-        options.tree.check_block(options.largest)
-    most = options.largest if options.tree is None else options.tree.budget + 1
-    if options.nodes > most:
-        raise ConfigError(f"{options.nodes} nodes are to be verified, but the draft proposes {most}")
-
-
-def _draft(models: Models, state: RoundState, options: Options, size: int, slots: int) -> Drafted:
-    candidates, probs = propose(models, state, options, size, slots)
-    if probs is not None:
-        probs = pad_rows(probs, options.largest - size)
-    return Drafted(pad_candidates(candidates, options.nodes), probs, jnp.asarray(size, jnp.int32))
-
-
-def propose(
-    models: Models, state: RoundState, options: Options, size: int, slots: int
-) -> tuple[Candidates, Float[Array, "B c V"] | None]:
-    """What to verify: the anchor and its candidates, all from one pass of the draft."""
-    if size == 1 or models.draft is None:
-        return anchor_alone(state.anchor, chain=options.tree is None), None
-    with jax.named_scope("propose"):
-        draft, head = models.draft, partial(models.run_target, method="head")
-        masks = jnp.full((state.anchor.shape[0], size - 1), draft.config.mask_token_id, jnp.int32)
-        embeddings = models.run_target(
-            jnp.concatenate([state.anchor[:, None], masks], axis=1), method="embed"
-        )
-        assert state.draft_cache is not None
-        context = prefix(state.draft_cache, slots)
-        hidden = models.run_draft(context, embeddings, method="propose")
-        logits = draft.logits(hidden, head)
-        if options.proposal == "sample":
-            positions = state.target_cache.length[:, None] + jnp.arange(1, size)[None]
-            tokens, probs = propose_samples(logits, state.sampling, state.seeds, positions)
-            return draft_chain(state.anchor, logits, tokens), probs
-        if options.tree is not None:
-            return draft_tree(state.anchor, logits, options.tree), None
-        return draft_chain(state.anchor, logits, most_likely(logits)), None
-
-
-def _verify(
-    models: Models, state: RoundState, drafted: Drafted, options: Options, nodes: int, slots: int
-) -> Verified:
-    candidates = first_nodes(drafted.candidates, nodes)
-    probs = None if drafted.probs is None else drafted.probs[:, : nodes - 1]
-    output = verify(models, state, candidates.block, slots, options)
-    return _judge(state, Drafted(candidates, probs, drafted.size), output, options)
-
-
-def verify(models: Models, state: RoundState, block: Block, slots: int, options: Options) -> TargetOutput:
-    """The target's view of every node of the block, in one forward."""
-    with jax.named_scope("verify"):
-        cache = prefix(state.target_cache, slots)
-        remember = "states" if options.rollback == "states" else "tape"
-        return models.run_target(block, cache, models.taps, trail=remember)
-
-
-def _judge(state: RoundState, drafted: Drafted, output: TargetOutput, options: Options) -> Verified:
-    assert output.logits is not None
-    block = drafted.candidates.block
-    positions = state.target_cache.length[:, None] + block.depth + 1
-    accepted = accept(block, output.logits, state.sampling, state.seeds, positions, drafted.probs)
-    path, tokens = accepted.path[:, : options.largest], accepted.tokens[:, : options.largest]
-    logprobs = jnp.zeros(tokens.shape, jnp.float32)
-    if options.logprobs:
-        rows = jnp.take_along_axis(output.logits, path[:, :, None], axis=1)
-        logprobs = log_probability(rows, tokens)
-    extra, short = options.nodes - block.size, options.largest - path.shape[1]
-    return Verified(
-        block=pad_candidates(drafted.candidates, options.nodes).block,
-        acceptance=Acceptance(pad_rows(path, short), accepted.count, pad_rows(tokens, short),
-                              pad_rows(accepted.choices, extra)),
-        logprobs=pad_rows(logprobs, short),
-        features=pad_rows(output.features, extra),
-        trail=pad_trail(output.trail, extra),
-        offered=jnp.minimum(drafted.size, block.size),
-        expected=jnp.exp(drafted.candidates.weight).sum(-1),
-        nodes=jnp.asarray(block.size, jnp.int32),
-    )  # fmt: skip
-
-
-def _write(
-    models: Models, state: RoundState, verified: Verified, options: Options, counted: bool = True
-) -> tuple[RoundState, RoundTrace]:
-    """The rest of a round: cut at a stop token or the budget, commit the path, emit its tokens."""
-    accepted = verified.acceptance
-    kept, reason = cut(state, accepted.tokens, accepted.count)
-    last = jnp.take_along_axis(accepted.tokens, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
-    cache = commit(state.target_cache, verified.trail, accepted.path, kept)
-    context = state.draft_cache
-    if models.draft is not None:
-        features = jnp.take_along_axis(verified.features, accepted.path[:, :, None], axis=1)
-        context = models.run_draft(context, features, kept, method="extend")
-    state = dataclasses.replace(
-        state,
-        target_cache=cache,
-        draft_cache=context,
-        anchor=jnp.where(kept > 0, last, state.anchor),
-        tokens=emit(state.tokens, accepted.tokens, state.emitted),
-        logprobs=emit(state.logprobs, verified.logprobs, state.emitted),
-        emitted=state.emitted + kept,
-        reason=reason,
-    )
-    seen = Seen(kept, verified.offered, verified.expected)
-    if counted:
-        state = dataclasses.replace(
-            state,
-            committed=lax.dynamic_update_slice(state.committed, kept[:, None], (0, state.rounds)),
-            sizes=lax.dynamic_update_slice(state.sizes, verified.offered[None], (state.rounds,)),
-            nodes=lax.dynamic_update_slice(state.nodes, verified.nodes[None], (state.rounds,)),
-            rounds=state.rounds + 1,
-            policy=options.policy.update(state.policy, seen),
-        )
-    return state, RoundTrace(verified.block, accepted, seen)
-
+from dflash_jax.rounds import denoise, embed, first_drafted, judge, pick, propose, round, verify, write
+from dflash_jax.sampling import Sampling, sampling
+from dflash_jax.state import AUTOREGRESSIVE, Models, Options, RoundState
 
 # --- the loops ----------------------------------------------------------------------------------------
 
@@ -280,11 +66,17 @@ def generate_autoregressive(models: Models, state: RoundState, logprobs: bool = 
 
 round_step = jax.jit(round, static_argnames="options")
 # The parts of a round as programs of their own, for generate_stepwise and for timing.
-propose_step = jax.jit(_draft, static_argnames=("options", "size", "slots"))
+propose_step = jax.jit(propose, static_argnames=("options", "size", "slots"))
 verify_step = jax.jit(verify, static_argnames=("slots", "options"))
-judge_step = jax.jit(_judge, static_argnames="options")
-write_step = jax.jit(_write, static_argnames=("options", "counted"))
+judge_step = jax.jit(judge, static_argnames="options")
+write_step = jax.jit(write, static_argnames=("options", "counted"))
 commit_step = jax.jit(commit)
+# What of them runs where, when the models are in pieces.
+embed_step = jax.jit(embed, static_argnames="size")
+denoise_step = jax.jit(denoise, static_argnames="slots")
+pick_step = jax.jit(pick, static_argnames=("options", "size"))
+first_step = jax.jit(first_drafted, static_argnames="nodes")
+extend_step = jax.jit(extend_chunk)
 # One layer's share of them, for timing.
 layer_step = jax.jit(one_layer, static_argnames=("target", "index", "slots", "trail"))
 commit_layer_step = jax.jit(commit_layer)
@@ -305,6 +97,7 @@ def prefill(
     chunk_size: int = 512,
     order: Literal["tokens", "layers"] = "tokens",
     capacity: int | None = None,
+    draft_window: int | None = None,
     state: RoundState | None = None,
 ) -> RoundState:
     """Run the prompts through the target and emit the first token of each row.
@@ -314,8 +107,10 @@ def prefill(
     through one layer before the next, and holds the whole prompt's residuals for that: B * prompt * (1 +
     taps) * D values. Rows may differ in length and budget. capacity: positions to allocate for
     prompt + budget (default: the next bucket), so that later calls of the same capacity do not
-    compile again. state: continue this generation: its caches hold the conversation so far, prompts
-    are what follows, and its anchor (emitted, not yet in a cache) goes first. `state` is not changed.
+    compile again. draft_window: the draft sees this many of the last positions, in a ring that does not grow
+    (cache.Ring); None: all. state: continue this generation: its caches hold the conversation so far (and
+    its window stays), prompts are what follows, and its anchor (emitted, not yet in a cache) goes first. `state`
+    is not changed.
 
     Raises ConfigError before any work when a prompt is empty, an id is no embedding row, or prompt +
     budget exceed the capacity.
@@ -336,20 +131,22 @@ def prefill(
             f"prompt and budget need {needed} positions, but the capacity is {capacity}: "
             "shorten the prompt, lower max_new_tokens or raise the capacity"
         )
-    chunks = chunks_of(start, lengths, chunk_size)
+    ring = _ring(models, state, draft_window, max(chunk_size, options.largest))
+    chunks = chunks_of(start, lengths, min(chunk_size, ring.rows) if ring else chunk_size)
     end = max(int(at.max()) + width for _, width, at in chunks)
     slots = max(bucket(capacity or needed) + options.largest, end)
     run = _run_chunks if order == "tokens" else _run_layers
-    target, draft, logits = run(models, rows, chunks, *_caches(models, state, len(rows), slots))
+    target, draft, logits = run(models, rows, chunks, *_caches(models, state, len(rows), slots, ring))
     if state is not None:
         how = how or state.sampling
         seeds = np.asarray(state.seeds).tolist() if seeds is None else seeds
         stop_ids = stop_ids or np.asarray(state.stops).tolist()
-    return _begin(
-        target, draft, logits, jnp.asarray(limits, jnp.int32),
+    begun = _begin(
+        target, logits, jnp.asarray(limits, jnp.int32),
         jnp.asarray(range(len(rows)) if seeds is None else seeds, jnp.int32),
         stop_array(stop_ids), how or sampling(), options, bucket(int(limits.max())),
     )  # fmt: skip
+    return dataclasses.replace(begun, draft_cache=draft)
 
 
 def next_logits(
@@ -375,10 +172,21 @@ def _run_chunks(
     logits = jnp.zeros((len(rows), 1, models.target.config.vocab_size), jnp.float32)
     for first, width, at in chunks:
         tokens, count = _cut_chunk(rows, first, width)
-        target, draft, logits = _whole_chunk(
-            models, target, draft, logits, tokens, count, _readable(at, slots)
+        embeddings = models.look_up(tokens, target.length)
+        target, logits, features = _whole_chunk(
+            models.of_target, target, logits, tokens, count, _readable(at, slots), embeddings
         )
+        draft = _mirror(models, draft, features, count)
     return target, draft, logits
+
+
+def _mirror(
+    models: Models, draft: DraftCache | None, features: Float[Array, "B T PD"], count: np.ndarray
+) -> DraftCache | None:
+    """The context grown, wherever the draft is."""
+    if draft is None:
+        return None
+    return _extend_chunk(models.of_draft, draft, follow(features, draft.length), count)
 
 
 def _run_layers(
@@ -390,7 +198,10 @@ def _run_layers(
 ) -> tuple[TargetCache, DraftCache | None, Float[Array, "B 1 V"]]:
     """Layer-segmented: all chunks for one layer after the other."""
     cut = [_cut_chunk(rows, first, width) for first, width, _ in chunks]
-    streams = [_embed_chunk(models, tokens, count) for tokens, count in cut]
+    streams = []
+    for tokens, count in cut:
+        embeddings = models.look_up(tokens, target.length)
+        streams.append(_embed_chunk(models.of_target, tokens, count, embeddings))
     tapped: dict[int, list[Array]] = {}
     layers = []
     for i, like in enumerate(alike(models.target.config)):
@@ -406,10 +217,10 @@ def _run_layers(
     logits = jnp.zeros((len(rows), 1, models.target.config.vocab_size), jnp.float32)
     length = target.length
     for n, (_, count) in enumerate(cut):
-        logits, length = _last_logits(models, streams[n], count, logits), length + count
+        logits, length = _last_logits(models.of_target, streams[n], count, logits), length + count
         if draft is not None:
             features = jnp.concatenate([tapped[i][n] for i in models.taps], axis=-1)
-            draft = _extend_chunk(models, draft, features, count)
+            draft = _mirror(models, draft, features, count)
     return TargetCache(tuple(layers), length), draft, logits
 
 
@@ -428,16 +239,29 @@ def _readable(at: np.ndarray, slots: int) -> int:
     return next(n for n in (0, *prefixes(slots)) if n >= at.max())
 
 
-_whole_chunk = jax.jit(whole_chunk, static_argnames="slots", donate_argnames=("target", "draft", "logits"))
+_whole_chunk = jax.jit(whole_chunk, static_argnames="slots", donate_argnames=("target", "logits"))
 _embed_chunk = jax.jit(embed_chunk)
 _layer_chunk = jax.jit(layer_chunk, static_argnames=("target", "index", "slots"), donate_argnames="cache")
 _last_logits = jax.jit(last_logits, donate_argnames="logits")
 _extend_chunk = jax.jit(extend_chunk, donate_argnames="draft")
-_begin = jax.jit(begin, static_argnames=("options", "budget"), donate_argnames=("target", "draft"))
+_begin = jax.jit(begin, static_argnames=("options", "budget"), donate_argnames="target")
+
+
+def _ring(models: Models, state: RoundState | None, window: int | None, rows: int) -> Ring | None:
+    """That of the state, or a new one with room for writes of `rows`."""
+    if window is not None and models.draft is None:
+        raise ConfigError(f"draft_window {window} is of a draft, and there is none")
+    if state is None or state.draft_cache is None:
+        return None if window is None else Ring.of(window, rows)
+    ring = state.draft_cache.ring
+    if window is not None and (ring is None or ring.window != window):
+        has = "all of the context" if ring is None else f"a window of {ring.window}"
+        raise ConfigError(f"draft_window is {window}, but the state to continue has {has}")
+    return ring
 
 
 def _caches(
-    models: Models, state: RoundState | None, batch: int, slots: int
+    models: Models, state: RoundState | None, batch: int, slots: int, ring: Ring | None = None
 ) -> tuple[TargetCache, DraftCache | None]:
     if state is not None:
         if models.draft is not None and state.draft_cache is None:
@@ -448,15 +272,19 @@ def _caches(
         return grow(target, slots), grow(draft, slots) if draft is not None else None
     dtype = jax.tree.leaves(models.target_params)[0].dtype
     target = target_cache(models.target.config, batch, slots, dtype)
+    target = target_cache_beside(target, models.target_params)
     if models.draft is None:
         return target, None
-    return target, draft_cache(models.draft.config, batch, slots, dtype)
+    draft = draft_cache(models.draft.config, batch, slots, dtype, ring)
+    return target, draft_cache_beside(draft, models.draft_params)
 
 
 def complete(
     models: Models, prompts: Sequence[Sequence[int]], options: Options, *, max_new_tokens: int, **request
 ) -> Generation:
     """Prefill, generate, read: what most callers want. A budget of 0 runs nothing."""
+    if models.in_pieces:
+        raise ConfigError("the models are in pieces (dflash_jax.placement): only generate_stepwise runs them")
     if max_new_tokens == 0:
         empty: list[list] = [[] for _ in prompts]
         return Generation(empty, ["length"] * len(empty), empty, [])

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.block import Block, visible
-from dflash_jax.cache import KVCache
+from dflash_jax.cache import KVCache, Ring
 from dflash_jax.config import RopeConfig
 
 _INIT = nn.initializers.normal(0.02)
@@ -203,13 +203,23 @@ class Masks:
 
 
 def committed_mask(
-    length: Int[Array, " B"], positions: Int[Array, "B T"], slots: int, window: int | None
+    length: Int[Array, " B"],
+    positions: Int[Array, "B T"],
+    slots: int,
+    window: int | None,
+    ring: Ring | None = None,
 ) -> Bool[Array, "B t S"]:
-    """Slot s holds position s and is visible while committed, and inside the window if there is one."""
-    slot = jnp.arange(slots)[None, None, :]
-    mask = slot < length[:, None, None]
+    """Slot s holds position s (in a ring: see Ring.held) and is visible while committed, and inside the
+    window if there is one."""
+    end = length[:, None, None]
+    held = jnp.arange(slots)[None, None, :]
+    if ring is None:
+        mask = held < end
+    else:
+        held = ring.held(held, end)
+        mask = held >= jnp.maximum(0, end - ring.window)
     if window is not None:
-        mask = mask & (positions[:, :, None] - slot < window)
+        mask = mask & (positions[:, :, None] - held < window)
     return mask
 
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import ml_dtypes
@@ -35,6 +35,7 @@ from dflash_jax.config import (
     default_taps,
 )
 from dflash_jax.drafts import DFlash
+from dflash_jax.embedding import HostTable, take_table
 from dflash_jax.shortnames import Generation
 from dflash_jax.sources import Named, Source, find_draft, find_target
 from dflash_jax.state import Models
@@ -52,13 +53,15 @@ _GIB = 2**30
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """params: on the device, in one dtype. stop_ids: what ends a generation. source: what was named."""
+    """params: on the device, in one dtype. stop_ids: what ends a generation. source: what was named. table: see
+    dflash_jax.state.Models."""
 
     config: TargetConfig
     module: Decoder
     params: Any
     tokenizer: Tokenizer | ByteTokenizer
     source: str
+    table: HostTable | None = None
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -78,7 +81,8 @@ class Draft:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """draft None: autoregressive. generation: settings that belong to this pair (configs/*.toml)."""
+    """draft None: autoregressive. device: the target's. generation: settings that belong to this pair
+    (configs/*.toml)."""
 
     target: Target
     draft: Draft | None
@@ -93,9 +97,17 @@ class Pair:
     @property
     def models(self) -> Models:
         """What dflash_jax.decode runs."""
+        target, draft = self.target, self.draft
+        if draft is None:
+            return Models(target.params, target=target.module, table=target.table)
+        return Models(target.params, draft.params, target.module, draft.module, target.table)
+
+    @property
+    def draft_device(self) -> jax.Device | None:
         if self.draft is None:
-            return Models(self.target.params, target=self.target.module)
-        return Models(self.target.params, self.draft.params, self.target.module, self.draft.module)
+            return None
+        (device,) = jax.tree.leaves(self.draft.params)[0].devices()
+        return device
 
     def with_draft(self, draft: Draft | None) -> Pair:
         """The same target with another draft; settings of the old one do not hold for it."""
@@ -108,6 +120,8 @@ def load(
     *,
     dtype: str | None = None,
     device: str | None = None,
+    draft_device: str | None = None,
+    embedding: Literal["device", "host"] = "device",
     block_size: int | None = None,
 ) -> Pair:
     """Find, check and load a target and its draft.
@@ -115,7 +129,9 @@ def load(
     target, draft: a folder, a .gguf file, a hub id `org/name[@revision]` or a short name. draft None is
     the one that a short name ships, if any; "none" is none, which decodes autoregressively.
     dtype: of all weights and caches. Default: float32 on a CPU, bfloat16 elsewhere.
-    device: "cpu", "gpu", "tpu:1"; default: JAX's.
+    device: "cpu", "gpu", "tpu:1"; default: JAX's. draft_device: the same of the draft; default: the target's.
+    embedding "host": the target's embedding table stays in host memory (embedding.py). With one of these the
+    pair's models are in pieces, which only dflash_jax.stepwise runs.
     block_size: one that will be asked for, so that a wrong one is an error before any work.
 
     Raises ConfigError for what the user can correct, FetchError when a download fails. Logs (warning)
@@ -131,10 +147,15 @@ def load(
         check_pair(config, of_draft)
         if block_size is not None:
             check_block_size(of_draft, block_size)
-    made = _load_target(found.target, config, name, place)
+    if draft_device is not None and of_draft is None:
+        raise ConfigError(
+            f"draft_device {draft_device} is of a draft, and there is none: give one with --draft"
+        )
+    of_the_draft = place if draft_device is None else pick_device(draft_device)
+    made = _load_target(found.target, config, name, place, embedding == "host")
     loaded = None
     if chosen is not None and of_draft is not None:
-        loaded = _load_draft(chosen, of_draft, name, place)
+        loaded = _load_draft(chosen, of_draft, name, of_the_draft)
     return Pair(made, loaded, name, place, generation)
 
 
@@ -164,7 +185,9 @@ def draft_config(source: Source) -> DraftConfig:
     return hf.draft_config(source.path)
 
 
-def _load_target(source: Source, config: TargetConfig, dtype: str, device: jax.Device) -> Target:
+def _load_target(
+    source: Source, config: TargetConfig, dtype: str, device: jax.Device, table_on_host: bool
+) -> Target:
     module = targets.make_target(config)
     reader = tokenizer.from_gguf if source.is_gguf else tokenizer.from_folder
     words = reader(source.path)
@@ -173,8 +196,20 @@ def _load_target(source: Source, config: TargetConfig, dtype: str, device: jax.D
     path = source.with_weights()
     _log.info("loading %s", source.name)
     read = gguf.load_target if source.is_gguf else hf.load_target
-    params = to_device(read(path, config, abstract, DTYPES[dtype]), device)
-    return Target(config, module, params, words, source.name)
+    params, table = read(path, config, abstract, DTYPES[dtype]), None
+    if table_on_host:
+        params, table = take_table(params, config.tie_word_embeddings)
+        _say_table(source.name, table, config.tie_word_embeddings, device)
+    return Target(config, module, to_device(params, device), words, source.name, table)
+
+
+def _say_table(name: str, table: HostTable, tied: bool, device: jax.Device) -> None:
+    size, where = f"{table.weight.nbytes / 1e6:.1f} MB", f"{device.platform}:{device.id}"
+    if tied:
+        said = f"the embedding table of {name} ({size}) is its head too and stays on {where}: nothing is saved there"
+    else:
+        said = f"the embedding table of {name} stays on the host: {size} less on {where}"
+    _log.warning("%s", said)
 
 
 def _load_draft(source: Source, config: DraftConfig, dtype: str, device: jax.Device) -> Draft:

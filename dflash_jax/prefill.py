@@ -49,23 +49,25 @@ def _chunk(tokens: Int[Array, "B T"], count: Int[Array, " B"]) -> Block:
 def whole_chunk(
     models: Models,
     target: TargetCache,
-    draft: DraftCache | None,
     logits: Float[Array, "B 1 V"],
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
     slots: int,
-) -> tuple[TargetCache, DraftCache | None, Float[Array, "B 1 V"]]:
-    """Commit count[b] rows of the chunk; logits keeps those of each row's last position so far."""
-    output = models.run_target(_chunk(tokens, count), prefix(target, slots), models.taps, logits="last")
-    draft = extend_chunk(models, draft, output.features, count)
+    embeddings: Float[Array, "B T D"] | None = None,
+) -> tuple[TargetCache, Float[Array, "B 1 V"], Float[Array, "B T PD"]]:
+    """Commit count[b] rows of the chunk; logits keeps those of each row's last position so far. Also the rows'
+    features. embeddings: see Decoder.__call__."""
+    output = models.run_target(
+        _chunk(tokens, count), prefix(target, slots), models.taps, logits="last", embeddings=embeddings
+    )
     logits = jnp.where((count > 0)[:, None, None], output.logits, logits)
-    return commit(target, output.trail, _steps(tokens.shape[1], count), count), draft, logits
+    return commit(target, output.trail, _steps(tokens.shape[1], count), count), logits, output.features
 
 
 def extend_chunk(
-    models: Models, draft: DraftCache | None, features: Float[Array, "B T PD"], count: Int[Array, " B"]
-) -> DraftCache | None:
-    return models.run_draft(draft, features, count, method="extend") if models.draft is not None else None
+    models: Models, draft: DraftCache, features: Float[Array, "B T PD"], count: Int[Array, " B"]
+) -> DraftCache:
+    return cast(DraftCache, models.run_draft(draft, features, count, method="extend"))
 
 
 # --- layer-segmented ------------------------------------------------------------------------------------
@@ -81,8 +83,13 @@ def alike(config: TargetConfig) -> list[int]:
     ]
 
 
-def embed_chunk(models: Models, tokens: Int[Array, "B T"], count: Int[Array, " B"]) -> Float[Array, "B T D"]:
-    x = models.run_target(tokens, method="embed")
+def embed_chunk(
+    models: Models,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    embeddings: Float[Array, "B T D"] | None = None,
+) -> Float[Array, "B T D"]:
+    x = models.run_target(tokens, method="embed") if embeddings is None else embeddings
     return jnp.where((_steps(tokens.shape[1], count) < count[:, None])[..., None], x, jnp.zeros((), x.dtype))
 
 
@@ -134,7 +141,6 @@ def last_logits(
 
 def begin(
     target: TargetCache,
-    draft: DraftCache | None,
     logits: Float[Array, "B 1 V"],
     limit: Int[Array, " B"],
     seeds: Int[Array, " B"],
@@ -143,12 +149,13 @@ def begin(
     options: Options,
     budget: int,
 ) -> RoundState:
+    """The first state; its draft's context is for the caller to put in."""
     batch = limit.shape[0]
     anchor = choose(logits, how, seeds, target.length[:, None])
     logprobs = log_probability(logits, anchor) if options.logprobs else jnp.zeros((batch, 1))
     state = RoundState(
         target_cache=target,
-        draft_cache=draft,
+        draft_cache=None,
         anchor=anchor[:, 0],
         tokens=jnp.zeros((batch, budget + options.largest), jnp.int32),
         logprobs=jnp.zeros((batch, budget + options.largest), jnp.float32),

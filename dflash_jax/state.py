@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 from dflash_jax.block import Block
 from dflash_jax.cache import DraftCache, TargetCache
 from dflash_jax.drafts.dflash import DFlash
+from dflash_jax.embedding import HostTable
 from dflash_jax.policy import Fixed, Policy, Seen
 from dflash_jax.sampling import Acceptance, Sampling
 from dflash_jax.targets import Decoder
@@ -25,12 +26,16 @@ RUNNING, STOP, LENGTH = 0, 1, 2  # finish reasons
 
 @struct.dataclass
 class Models:
-    """What a round runs: pure modules (static) and their parameters. draft None: autoregressive."""
+    """What a round runs: pure modules (static) and their parameters. draft None: autoregressive.
+
+    table: the embedding table, when it is on the host; target_params hold it only if it is the head too.
+    """
 
     target_params: Any
     draft_params: Any = None
     target: Decoder = struct.field(pytree_node=False, default=None)
     draft: DFlash | None = struct.field(pytree_node=False, default=None)
+    table: HostTable | None = struct.field(pytree_node=False, default=None)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -38,6 +43,31 @@ class Models:
 
     def without_draft(self) -> Models:
         return dataclasses.replace(self, draft=None, draft_params=None)
+
+    @property
+    def of_target(self) -> Models:
+        """What programs of the target take: the draft's parameters may be on another device."""
+        return dataclasses.replace(self, draft_params=None, table=None)
+
+    @property
+    def of_draft(self) -> Models:
+        return dataclasses.replace(self, target_params=None, table=None)
+
+    @property
+    def apart(self) -> bool:
+        """The draft is on another device than the target."""
+        first = [jax.tree.leaves(params)[:1] for params in (self.target_params, self.draft_params)]
+        places = [leaf.devices() for leaves in first for leaf in leaves if isinstance(leaf, jax.Array)]
+        return len(places) == 2 and places[0] != places[1]
+
+    @property
+    def in_pieces(self) -> bool:
+        """No single program can run a round: only the stepwise loop can."""
+        return self.apart or self.table is not None
+
+    def look_up(self, tokens: Any, like: Array) -> Array | None:
+        """Embeddings from the table on the host, beside `like`; None: programs look them up themselves."""
+        return None if self.table is None else self.table.rows(tokens, like)
 
     def run_target(self, *args: Any, **kwargs: Any) -> Any:
         return self.target.apply({"params": self.target_params}, *args, **kwargs)

@@ -3,7 +3,8 @@
 Compiling is not guessed from a first and a second run. JAX reports the begin and the end of everything
 that it traces, lowers and compiles (or reads from the cache of compiled programs); the union of these
 intervals is `compile`, and each stage is its wall time without it. A stage ends when its arrays are
-ready, so nothing that runs in the background is missed.
+ready, so nothing that runs in the background is missed. With the embedding table on the host there is one more,
+`embedding`: what of prefill and decoding went into looking rows up.
 """
 
 from __future__ import annotations

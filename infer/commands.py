@@ -17,7 +17,7 @@ from infer.bench.arms import arms as compared
 from infer.clock import Clock
 from infer.datasets import find, label, numbered_prompts, read_prompts
 from infer.machine import describe_device
-from infer.options import Bench, Chat, Check, Decoding, Demo, Generate, Inspect, Time
+from infer.options import Bench, Chat, Check, Decoding, Demo, Generate, Inspect, Placement, Time
 from infer.output import as_json, summary
 from infer.session import Session
 from infer.settings import Settings, plan
@@ -48,6 +48,9 @@ def run(flags: Any, screen: Screen) -> int:
 
 def open_session(flags: Generate | Chat | Demo | Check | Time | Bench) -> Session:
     clock = Clock()
+    placed = (
+        {n: getattr(flags, n) for n in Placement.__dataclass_fields__} if isinstance(flags, Placement) else {}
+    )
     with clock.stage("load"):
         loaded = pair.load(
             flags.target,
@@ -55,6 +58,7 @@ def open_session(flags: Generate | Chat | Demo | Check | Time | Bench) -> Sessio
             dtype=flags.dtype,
             device=flags.device,
             block_size=getattr(flags, "block_size", None),
+            **placed,
         )
     return Session(loaded, clock.seconds["load"])
 

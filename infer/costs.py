@@ -33,9 +33,10 @@ Times = dict[str, list[float]]
 
 
 def with_costs(pair: Pair, options: Options, batch: int) -> Options:
-    """The options with the times of this device in their adaptive policy; others as they are."""
+    """The options with the times of this device in their adaptive policy; others as they are. Models in pieces are
+    no matter of speed: there the policy keeps its guess."""
     policy = options.policy
-    if not isinstance(policy, Adaptive):
+    if not isinstance(policy, Adaptive) or pair.models.in_pieces:
         return options
     path = cache_folder() / "costs" / f"{_key(pair, policy, options, batch)}.json"
     times = _read(path, policy)

@@ -78,6 +78,20 @@ class Decoding:
     proposal: Literal["argmax", "sample"] = "argmax"
     """How the draft picks candidates. sample: exact in distribution, not token by token."""
 
+    draft_window: int | None = None
+    """The draft sees only this many of the last positions: its context stops growing. Same text; with fewer than the
+    draft was trained for, fewer tokens a round. Default: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    draft_device: str | None = None
+    """The draft on another device than the target, as in --device: cpu:1. Steps through the rounds from Python."""
+
+    embedding: Literal["device", "host"] = "device"
+    """host: the target's embedding table stays in host memory, rows are looked up there. Saves its size on the device,
+    unless it is the head too. Steps through the rounds from Python."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Prompt:
@@ -124,7 +138,7 @@ class _Output:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(_Output, Decoding, _Prompt, Models):
+class Generate(_Output, Placement, Decoding, _Prompt, Models):
     """Complete one prompt.
 
     python -m infer generate --target smollm2 --prompt "Why is the sky blue?"
@@ -138,7 +152,7 @@ class Generate(_Output, Decoding, _Prompt, Models):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(Decoding, Models):
+class Chat(Placement, Decoding, Models):
     """Talk to a model: several turns on one state, earlier ones are not read again.
 
     python -m infer chat --target smollm2

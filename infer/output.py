@@ -14,6 +14,9 @@ def as_json(session: Session, answer: Completion) -> dict[str, Any]:
     """tokens, prompt_tokens: ids. committed: tokens of each round; tau: their mean, null without rounds.
     tokens_per_second: of decoding. seconds: see infer/clock.py."""
     pair, stats = session.pair, answer.stats
+    device = describe_device(pair.device)
+    if pair.draft_device is not None and pair.models.apart:
+        device += f", draft on {describe_device(pair.draft_device)}"
     return {
         "text": answer.text,
         "tokens": answer.tokens,
@@ -26,7 +29,7 @@ def as_json(session: Session, answer: Completion) -> dict[str, Any]:
         "seconds": answer.seconds,
         "tokens_per_second": answer.tokens_per_second,
         "dtype": pair.dtype,
-        "device": describe_device(pair.device),
+        "device": device,
         "mode": answer.mode,
         "block_size": answer.block_size,
         "target": pair.target.source,

@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash_jax import decode, stepwise
 from dflash_jax.buckets import bucket
-from dflash_jax.cache import cache_bytes
+from dflash_jax.cache import Ring, cache_bytes
 from dflash_jax.config import ConfigError
 from dflash_jax.generation import Generation, finish
 from dflash_jax.pair import DTYPES, Pair, say_memory
@@ -99,6 +99,7 @@ class Session:
         if settings.max_new_tokens == 0:
             nothing = Generation([[]], ["length"], [[]], [], [[]] if settings.logprobs else None)
             return Run([self._completion("", row, nothing, how, clock) for row in rows], None)
+        self._say_window(settings.draft_window)
         if how.stepwise:
             _log.warning("stepping through the rounds from Python, for %s", ", ".join(how.stepwise))
         with jax.default_device(self.pair.device):
@@ -116,7 +117,8 @@ class Session:
         on_round: OnRound | None,
         capacity: int | None,
     ) -> Run:
-        models = self.pair.models
+        models, table = self.pair.models, self.pair.target.table
+        looked_up = table.seconds if table else 0.0
         _log.info("reading the prompt (the first time compiles)")
         with clock.stage("prefill"):
             state = decode.prefill(
@@ -130,6 +132,7 @@ class Session:
                 chunk_size=settings.chunk_size,
                 order=settings.prefill,
                 capacity=capacity,
+                draft_window=settings.draft_window,
                 state=after,
             )
             jax.block_until_ready(state)
@@ -143,6 +146,8 @@ class Session:
                 if not bool(np.asarray(state.done).all()):  # else no round runs, so none is compiled
                     state = jax.block_until_ready(decode.generate(models, state, how.options))
                 resumable = state
+        if table:
+            clock.seconds["embedding"] = table.seconds - looked_up
         whole = finish(state, settings.logprobs)
         completions = []
         for b, prompt in enumerate(rows):
@@ -209,10 +214,21 @@ class Session:
                 f"of {self.pair.target.source} is {config.max_positions}: shorten one of them"
             )
         slots, item = bucket(longest + budget), DTYPES[self.pair.dtype].itemsize
-        needed = sum(
-            cache_bytes(c, len(rows), slots, item) for c in (config, draft.config if draft else None) if c
-        )
+        needed = cache_bytes(config, len(rows), slots, item)
+        if draft is not None:
+            window = settings.draft_window
+            seen = min(slots, window + settings.chunk_size) if window else slots
+            needed += cache_bytes(draft.config, len(rows), seen, item)
         say_memory(f"caches for {len(rows)} x {slots} positions", needed, self.pair.device)
+
+    def _say_window(self, window: int | None) -> None:
+        draft = self.pair.draft
+        if draft is not None and window is not None and not Ring.of(window, 1).covers(draft.config):
+            _log.warning(
+                "the draft sees the last %d positions (--draft-window) of what it was trained to see: the text is "
+                "the same, but fewer of its candidates may be right",
+                window,
+            )
 
     def _completion(
         self, text: str, prompt: list[int], one: Generation, how: Plan, clock: Clock

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from dflash_jax.cache import Ring
 from dflash_jax.config import ConfigError, check_block_size
 from dflash_jax.pair import Pair
 from dflash_jax.policy import Adaptive, Fixed, Policy
@@ -25,7 +26,7 @@ class Settings:
     max_new_tokens: budget, the prefill's token included. stop: texts that end the output, not part of it.
     block_size: anchor included; None is the pair's. policy, mode, tree_budget None are the pair's; tree_*: see
     dflash_jax.tree.TreeShape. Raises ConfigError for values that no pair can use.
-    temperature 0 is greedy; seed: row b of a batch uses seed + b.
+    temperature 0 is greedy; seed: row b of a batch uses seed + b. draft_window: see decode.prefill.
     verify, bonus, rollback "replay": debugging modes of the stepwise loop. proposal, rollback: see
     dflash_jax.state.Options. prefill: the order of decode.prefill.
     """
@@ -48,6 +49,7 @@ class Settings:
     rollback: Literal["tape", "states", "replay"] = "tape"
     prefill: Literal["tokens", "layers"] = "tokens"
     proposal: Literal["argmax", "sample"] = "argmax"
+    draft_window: int | None = None
     logprobs: bool = False
 
     def __post_init__(self) -> None:
@@ -84,6 +86,8 @@ class Settings:
             raise ConfigError(
                 "top_p and top_k need a temperature above 0: greedy decoding takes the best token"
             )
+        if self.draft_window is not None:
+            Ring.of(self.draft_window, 1)
         StopStrings(self.stop)
 
     def without_draft(self) -> Settings:
@@ -96,6 +100,7 @@ class Settings:
             "tree_temperature",
             "policy",
             "proposal",
+            "draft_window",
         )
         return dataclasses.replace(self, **{name: getattr(Settings, name) for name in own})
 
@@ -139,6 +144,8 @@ def plan(pair: Pair, settings: Settings, watched: tuple[str, ...] = ()) -> Plan:
         options = dataclasses.replace(options, policy=_policy(pair, settings, tree), tree=tree)
     reasons = [f"{name} {value}" for name, value in _debugging(settings) if value]
     reasons += ["stop strings"] * bool(settings.stop)
+    reasons += ["a draft on another device"] * pair.models.apart
+    reasons += ["embeddings on the host"] * (pair.models.table is not None)
     return Plan(options, mode, (*reasons, *watched))
 
 
@@ -177,6 +184,7 @@ def _refuse_without_draft(settings: Settings) -> None:
         *settings._of_trees(),
         ("policy", settings.policy if settings.policy == "adaptive" else None),
         ("proposal", settings.proposal if settings.proposal != "argmax" else None),
+        ("draft_window", settings.draft_window),
         *_debugging(settings),
     ]
     for name, value in given:

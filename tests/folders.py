@@ -84,7 +84,9 @@ def target(folder: Path, *, says: int | None = None, template: str | None = CHAT
     if says is not None:
         table, scale = np.abs(table), 0.001
         head[says] = 1.0
-    tensors = {"model.embed_tokens.weight": table, "lm_head.weight": head}
+    tensors = {"model.embed_tokens.weight": table}
+    if not changes.get("tie_word_embeddings"):
+        tensors["lm_head.weight"] = head
     for i in range(LAYERS):
         tensors |= _layer(rng, f"model.layers.{i}.", norms=False, scale=scale)
     tensors["model.norm.weight"] = np.ones(HIDDEN, np.float32)

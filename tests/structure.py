@@ -13,7 +13,7 @@ MAX_LINES = 500
 # nothing of files and files nothing of models: they meet in `pair`.
 MODELS = (
     "config < block < cache < layers gated_delta moe < targets drafts < sampling policy < tree < "
-    "buckets state < generation prefill < decode < stepwise"
+    "buckets embedding < state < generation prefill placement < rounds < decode < stepwise"
 )
 FILES = (
     "config < weights < vocabulary chat_template streaming tables < shortnames < fetch < sources < tokenizer"

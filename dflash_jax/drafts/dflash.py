@@ -126,7 +126,7 @@ class DFlash(nn.Module):
         block = ahead <= 0 if self.config.causal[layer] else jnp.ones_like(ahead, bool)
         if window is not None:
             block = block & (jnp.abs(ahead) < window)
-        return Masks(committed_mask(cache.length, positions, cache.layers[layer].slots, window), block)
+        return Masks(committed_mask(cache.length, positions, cache.slots, window, cache.ring), block)
 
     def logits(self, hidden: Float[Array, "B c D"], head: Callable[[Array], Array]) -> Float[Array, "B c V"]:
         """The target's head on the draft's hidden states, then the draft's own scale and softcap."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny import DRAFT, TARGET
 
-from dflash_jax import decode, testing
+from dflash_jax import decode, rounds, testing
 from dflash_jax.block import chain_block
 from dflash_jax.cache import target_cache
 from dflash_jax.config import ConfigError
@@ -50,7 +50,9 @@ def test_predictions_are_what_decoding_proposes() -> None:
     for anchor in (4, 11):
         state = decode.prefill(models, tokens[:, :anchor].tolist(), Options(Fixed(4)), max_new_tokens=8)
         state = dataclasses.replace(state, anchor=jnp.asarray(tokens[:, anchor]))
-        proposed = np.asarray(decode.propose(models, state, Options(Fixed(4)), 4, 64)[0].block.tokens)[0, 1:]
+        proposed = np.asarray(
+            rounds.propose(models, state, Options(Fixed(4)), 4, 64).candidates.block.tokens
+        )[0, 1:]
         told = tokens.copy()
         told[0, anchor + 1 : anchor + 4] = proposed  # the text that makes every candidate right
         blocks, _ = step.predict(
