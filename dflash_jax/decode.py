@@ -73,6 +73,7 @@ from dflash_jax.tree import (
     first_nodes,
     pad_candidates,
     pad_rows,
+    top_k,
 )
 
 
@@ -285,6 +286,9 @@ verify_step = jax.jit(verify, static_argnames=("slots", "options"))
 judge_step = jax.jit(_judge, static_argnames="options")
 write_step = jax.jit(_write, static_argnames=("options", "counted"))
 commit_step = jax.jit(commit)
+# What choosing a tree costs, for timing.
+top_k_step = jax.jit(top_k, static_argnames="k")
+tree_step = jax.jit(draft_tree, static_argnames="shape")
 # One layer's share of them, for timing.
 layer_step = jax.jit(one_layer, static_argnames=("target", "index", "slots", "trail"))
 commit_layer_step = jax.jit(commit_layer)

@@ -246,6 +246,23 @@ class Check(Models):
     """Write the table and every difference to this JSON file."""
 
 
+def _words(kind: type, what: str) -> PrimitiveConstructorSpec:
+    """Values with commas or spaces between them."""
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=f"{what}[,{what}...]",
+        instance_from_str=lambda given: tuple(
+            kind(word) for part in given for word in part.split(",") if word
+        ),
+        is_instance=lambda value: isinstance(value, tuple) and all(isinstance(word, kind) for word in value),
+        str_from_instance=lambda value: [",".join(map(str, value))],
+    )
+
+
+Words = Annotated[tuple[str, ...], _words(str, "NAME")]
+Integers = Annotated[tuple[int, ...], _words(int, "INT")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Time(Models):
     """Time the parts: autoregressive steps, rounds by block size, and their stages alone.
@@ -257,8 +274,11 @@ class Time(Models):
     python -m infer time --target smollm2 --block-sizes 4 8 --compare
     """
 
-    block_sizes: tuple[int, ...] = (8, 16)
+    block_sizes: Integers = (8, 16)
     """Blocks to time; above the draft's own size an untrained draft of the largest is used."""
+
+    tree_budgets: Integers = ()
+    """Also time rounds with trees of so many candidates, and what choosing them costs, for every block size."""
 
     new_tokens: int = 128
     """Tokens of each generation. Stop tokens are ignored."""
@@ -277,23 +297,6 @@ class Time(Models):
 
     out: Path | None = None
     """Write the figures to this JSON file."""
-
-
-def _words(kind: type, what: str) -> PrimitiveConstructorSpec:
-    """Values with commas or spaces between them."""
-    return PrimitiveConstructorSpec(
-        nargs="*",
-        metavar=f"{what}[,{what}...]",
-        instance_from_str=lambda given: tuple(
-            kind(word) for part in given for word in part.split(",") if word
-        ),
-        is_instance=lambda value: isinstance(value, tuple) and all(isinstance(word, kind) for word in value),
-        str_from_instance=lambda value: [",".join(map(str, value))],
-    )
-
-
-Words = Annotated[tuple[str, ...], _words(str, "NAME")]
-Integers = Annotated[tuple[int, ...], _words(int, "INT")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,7 @@ def test_time_prints_and_writes_every_part(
 ) -> None:
     out = tmp_path / "time.json"
     flags = ["--block-sizes", "4", "--new-tokens", "9", "--prompt-tokens", "5", "--repeats", "1"]
+    flags += ["--tree-budgets", "3"]
     target = ["--target", str(models / "target"), "--draft", str(models / "draft")]
     assert main(["time", *target, *flags, "--out", str(out)]) == 0
     figures = json.loads(out.read_text())
@@ -131,5 +132,7 @@ def test_time_prints_and_writes_every_part(
         "commit_ms",
         "round_ms",
     }
+    tree = figures["tree of 3, block 4"]
+    assert tree["tree_share"] == pytest.approx(tree["tree_ms"] / tree["round_ms"])
     assert all(value > 0 for part in list(figures.values())[1:] for value in part.values())
     assert "stages of block 4" in capsys.readouterr().out
