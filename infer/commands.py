@@ -170,7 +170,9 @@ def lossless(flags: Check, screen: Screen) -> int:
 def measure(flags: Time, screen: Screen) -> int:
     sizes = (*flags.block_sizes, *flags.tree_budgets, len(flags.block_sizes))
     if min(flags.repeats, flags.prompt_tokens, flags.new_tokens - 1, *sizes) < 1:
-        raise ConfigError("repeats, prompt_tokens, block_sizes and tree_budgets must be positive, new_tokens at least 2")
+        raise ConfigError(
+            "repeats, prompt_tokens, block and tree sizes must be positive, new_tokens at least 2"
+        )
     if flags.out:
         check_writable(flags.out)
     session = open_session(flags)

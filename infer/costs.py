@@ -1,8 +1,8 @@
 """What block sizes cost on this device: measured once, kept in the user's cache folder, for the adaptive policy.
 
-Method: from the state after a prompt of 128 tokens, each compiled draft and verify alone, warm, the median of 9;
-what a round does besides (accept, commit, extend the draft's context) is the same for every size and
-counted with each verify.
+Method: after a prompt of 128 tokens, warm: each compiled draft alone, the median of 9; and for each number of verified
+rows whole rounds of the compiled loop (timing.per_round, medians of 3). A verify is what is left of its round without
+the draft: accepting, committing and extending the draft's context are counted with it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,21 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 from pathlib import Path
 
-import jax.numpy as jnp
-
 from dflash_jax import decode
-from dflash_jax.block import chain_block, tree_block
 from dflash_jax.fetch import cache_folder
 from dflash_jax.pair import Pair
 from dflash_jax.policy import Adaptive, Fixed
 from dflash_jax.state import Options
 from dflash_jax.weights.atomic import replacing
-from infer.machine import describe_device, versions
-from infer.timing import seconds
+from infer import timing
+from infer.machine import hardware, versions
+from infer.timing import ROUNDS, seconds
 
 _log = logging.getLogger(__name__)
 
-_PROMPT, _REPEATS = 128, 9
+_PROMPT = 128
 Times = dict[str, list[float]]
 
 
@@ -37,7 +34,7 @@ def with_costs(pair: Pair, options: Options, batch: int) -> Options:
     policy = options.policy
     if not isinstance(policy, Adaptive):
         return options
-    path = cache_folder() / "costs" / f"{_key(pair, policy, options, batch)}.json"
+    path = cache_folder() / "costs" / f"{key(pair, policy, options, batch)}.json"
     times = _read(path, policy)
     if times is None:
         sizes = f"{len(policy.sizes)} block sizes and {len(policy.rows)} verify sizes"
@@ -53,45 +50,35 @@ def with_costs(pair: Pair, options: Options, batch: int) -> Options:
 def measure(pair: Pair, policy: Adaptive, options: Options, batch: int) -> Times:
     """Milliseconds of a draft of each of `policy.sizes` and of a verify of each of `policy.rows`."""
     models, largest = pair.models, policy.sizes[-1]
-    fixed = dataclasses.replace(options, policy=Fixed(largest, policy.rows[-1]))
     prompt = [1 + i % (pair.target.config.vocab_size - 1) for i in range(_PROMPT)]
-    state = decode.prefill(models, [prompt] * batch, fixed, max_new_tokens=64)
+    widest = dataclasses.replace(options, policy=Fixed(largest, policy.rows[-1]))
+    state = decode.prefill(models, [prompt] * batch, widest, max_new_tokens=ROUNDS * largest + 1)
     slots = state.target_cache.slots
 
     def draft(size: int) -> float:
-        rows = policy.rows[-1] if options.tree else size
-        one = dataclasses.replace(options, policy=Fixed(size, rows))
-        return 1e3 * seconds(lambda: decode.propose_step(models, state, one, size, slots), _REPEATS)[0]
+        one = dataclasses.replace(options, policy=Fixed(size, policy.rows[-1] if options.tree else size))
+        return 1e3 * seconds(lambda: decode.propose_step(models, state, one, size, slots), repeats=9)[0]
+
+    drafts = {size: 0.0 if size == 1 else draft(size) for size in policy.sizes}
 
     def verify(rows: int) -> float:
-        tokens = jnp.ones((batch, rows), jnp.int32)
-        parents = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32) - 1, tokens.shape)
-        block = tree_block(tokens, parents) if options.tree else chain_block(tokens)
-        return 1e3 * seconds(lambda: decode.verify_step(models, state, block, slots, fixed), _REPEATS)[0]
+        size = largest if options.tree and rows > 1 else next(n for n in policy.sizes if n >= rows)
+        one = dataclasses.replace(options, policy=Fixed(size, rows))
+        return max(timing.per_round(models, state, one, repeats=3) - drafts[size], 1e-3)
 
-    drafted = decode.propose_step(models, state, fixed, largest, slots)
-    output = decode.verify_step(models, state, drafted.candidates.block, slots, fixed)
-
-    def rest() -> object:
-        return decode.write_step(models, state, decode.judge_step(state, drafted, output, fixed), fixed)
-
-    constant = 1e3 * seconds(rest, _REPEATS)[0]
-    return {
-        "draft_ms": [0.0 if size == 1 else draft(size) for size in policy.sizes],
-        "verify_ms": [constant + verify(rows) for rows in policy.rows],
-    }
+    return {"draft_ms": list(drafts.values()), "verify_ms": [verify(rows) for rows in policy.rows]}
 
 
-def _key(pair: Pair, policy: Adaptive, options: Options, batch: int) -> str:
+def key(pair: Pair, policy: Adaptive, options: Options, batch: int) -> str:
     assert pair.draft is not None
     facts = {
-        "device": describe_device(pair.device),
-        "cores": os.cpu_count(),
+        "hardware": hardware(pair.device),
         "dtype": pair.dtype,
         "target": pair.target.config.hash(),
         "draft": dataclasses.asdict(pair.draft.config),
         "sizes": [policy.sizes, policy.rows],
         "tree": options.tree and dataclasses.asdict(options.tree),
+        "rollback": options.rollback,
         "batch": batch,
         "versions": versions(),
     }

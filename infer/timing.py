@@ -33,6 +33,8 @@ from infer.options import Time
 
 _log = logging.getLogger(__name__)
 
+ROUNDS = 16  # of the longer generation where two are subtracted
+
 
 def seconds(run: Callable[[], Any], repeats: int) -> tuple[float, Any]:
     """Median seconds of `run` after one warm-up, and its last result."""
@@ -88,7 +90,9 @@ def stages(models: Models, prompt: Sequence[int], size: int, repeats: int) -> di
     return {f"{name}_ms": 1e3 * value for name, value in named.items()}
 
 
-def tree_stages(models: Models, prompt: Sequence[int], size: int, budget: int, repeats: int) -> dict[str, float]:
+def tree_stages(
+    models: Models, prompt: Sequence[int], size: int, budget: int, repeats: int
+) -> dict[str, float]:
     """As `stages`, for the tree of `budget` candidates of a block; of its draft, what choosing costs: top_k (the
     best tokens of each depth) and tree (top_k included: the prefixes, their parents and ancestors)."""
     shape = TreeShape(budget)
@@ -109,19 +113,22 @@ def tree_stages(models: Models, prompt: Sequence[int], size: int, budget: int, r
     return {f"{name}_ms": 1e3 * value for name, value in named.items()} | shares
 
 
-def by_length(
-    models: Models, size: int, committed: int, capacity: int, repeats: int, rounds: int = 16
-) -> float:
-    """Milliseconds per round with about `committed` positions in caches of `capacity`: the slope between a
-    short and a long loop, so that entering the loop (which copies the state) is not in it."""
+def by_length(models: Models, size: int, committed: int, capacity: int, repeats: int) -> float:
+    """Milliseconds per round with about `committed` positions in caches of `capacity`."""
     models = models if size > 1 else models.without_draft()
     options = Options(Fixed(size))
     prompt = (
         np.random.default_rng(0).integers(0, min(1000, models.target.config.vocab_size), committed).tolist()
     )
-    budget = rounds * size + 1
+    budget = ROUNDS * size + 1
     state = decode.prefill(models, [prompt], options, max_new_tokens=budget, capacity=capacity)
-    short = dataclasses.replace(state, limit=jnp.asarray([2 * size + 1], jnp.int32))
+    return per_round(models, state, options, repeats)
+
+
+def per_round(models: Models, state: RoundState, options: Options, repeats: int) -> float:
+    """Milliseconds of a round inside the compiled loop, from a state with room for ROUNDS whole blocks: the slope
+    between a short and a long generation, so that entering the loop (which copies the state) is not in it."""
+    short = dataclasses.replace(state, limit=jnp.full_like(state.limit, 2 * options.largest + 1))
     few, early = seconds(lambda: decode.generate(models, short, options), repeats)
     many, late = seconds(lambda: decode.generate(models, state, options), repeats)
     return 1e3 * (many - few) / (int(late.rounds) - int(early.rounds))
@@ -149,7 +156,9 @@ def run(pair: Pair, flags: Time, screen: Screen) -> int:
         figures[f"stages of block {size}"] = stages(models, prompt, size, flags.repeats)
         for budget in flags.tree_budgets:
             _log.info("timing trees of %d candidates at block size %d", budget, size)
-            figures[f"tree of {budget}, block {size}"] = tree_stages(models, prompt, size, budget, flags.repeats)
+            figures[f"tree of {budget}, block {size}"] = tree_stages(
+                models, prompt, size, budget, flags.repeats
+            )
     if flags.lengths:
         for size in (1, flags.block_sizes[0]):
             _log.info("timing long caches at block size %d", size)

@@ -22,6 +22,7 @@ from rich.progress import (
 from dflash_jax.config import ConfigError
 from dflash_jax.generation import DraftWarning
 from dflash_jax.pair import Pair
+from dflash_jax.policy import Adaptive
 from dflash_jax.terminal import Screen
 from infer.bench import plots, report
 from infer.bench.about import about
@@ -135,6 +136,11 @@ def collect(bench: Bench, datasets: Sequence[Prompts], measured: Measured) -> di
     return {
         **measured.about,
         "method": METHOD,
+        "costs": {  # what the adaptive arms decided by
+            arm.name: {"draft_ms": arm.options.policy.draft_ms, "verify_ms": arm.options.policy.verify_ms}
+            for arm in bench.arms
+            if isinstance(arm.options.policy, Adaptive)
+        },
         "compile_seconds": measured.compile_seconds,
         "datasets": tables,
         "differences": found,
