@@ -1,8 +1,8 @@
 """What block sizes cost on this device: measured once, kept in the user's cache folder, for the adaptive policy.
 
-Method: after a prompt of 128 tokens, warm: each compiled draft alone, the median of 9; and for each number of verified
-rows whole rounds of the compiled loop (timing.per_round, medians of 3). A verify is what is left of its round without
-the draft: accepting, committing and extending the draft's context are counted with it.
+Method: after a prompt of 128 tokens, each compiled draft alone, and for each number of verified rows a compiled
+generation of 24 tokens and more; warm, taking turns (timing.interleaved: what counts is their ratio). A verify is what
+is left of its round without the draft: accepting, committing and extending the draft's context are counted with it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 from dflash_jax import decode
@@ -19,13 +20,12 @@ from dflash_jax.pair import Pair
 from dflash_jax.policy import Adaptive, Fixed
 from dflash_jax.state import Options
 from dflash_jax.weights.atomic import replacing
-from infer import timing
 from infer.machine import hardware, versions
-from infer.timing import ROUNDS, seconds
+from infer.timing import interleaved
 
 _log = logging.getLogger(__name__)
 
-_PROMPT = 128
+_PROMPT, _TOKENS, _REPEATS = 128, 24, 5
 Times = dict[str, list[float]]
 
 
@@ -52,21 +52,36 @@ def measure(pair: Pair, policy: Adaptive, options: Options, batch: int) -> Times
     models, largest = pair.models, policy.sizes[-1]
     prompt = [1 + i % (pair.target.config.vocab_size - 1) for i in range(_PROMPT)]
     widest = dataclasses.replace(options, policy=Fixed(largest, policy.rows[-1]))
-    state = decode.prefill(models, [prompt] * batch, widest, max_new_tokens=ROUNDS * largest + 1)
+    state = decode.prefill(models, [prompt] * batch, widest, max_new_tokens=_TOKENS + largest)
+
+    def fixed(size: int, rows: int) -> Options:
+        return dataclasses.replace(options, policy=Fixed(size, rows))
+
+    # every number of rows with the smallest block that fills it; a tree fills its rows from the largest
+    drafted = [
+        largest if options.tree and rows > 1 else next(n for n in policy.sizes if n >= rows)
+        for rows in policy.rows
+    ]
     slots = state.target_cache.slots
-
-    def draft(size: int) -> float:
-        one = dataclasses.replace(options, policy=Fixed(size, policy.rows[-1] if options.tree else size))
-        return 1e3 * seconds(lambda: decode.propose_step(models, state, one, size, slots), repeats=9)[0]
-
-    drafts = {size: 0.0 if size == 1 else draft(size) for size in policy.sizes}
-
-    def verify(rows: int) -> float:
-        size = largest if options.tree and rows > 1 else next(n for n in policy.sizes if n >= rows)
-        one = dataclasses.replace(options, policy=Fixed(size, rows))
-        return max(timing.per_round(models, state, one, repeats=3) - drafts[size], 1e-3)
-
-    return {"draft_ms": list(drafts.values()), "verify_ms": [verify(rows) for rows in policy.rows]}
+    nodes = {size: policy.rows[-1] if options.tree else size for size in policy.sizes}
+    drafts = [
+        partial(decode.propose_step, models, state, fixed(size, nodes[size]), size, slots)
+        for size in policy.sizes
+    ]
+    loops = [
+        partial(decode.generate, models, state, fixed(*shape))
+        for shape in zip(drafted, policy.rows, strict=True)
+    ]
+    times = interleaved([*drafts, *loops], _REPEATS)
+    draft_ms = {
+        size: 1e3 * time if size > 1 else 0.0
+        for size, time in zip(policy.sizes, times[: len(drafts)], strict=True)
+    }
+    verify_ms = [
+        1e3 * time / int(loop().rounds) - draft_ms[size]
+        for time, loop, size in zip(times[len(drafts) :], loops, drafted, strict=True)
+    ]
+    return {"draft_ms": list(draft_ms.values()), "verify_ms": [max(ms, 1e-3) for ms in verify_ms]}
 
 
 def key(pair: Pair, policy: Adaptive, options: Options, batch: int) -> str:

@@ -33,8 +33,6 @@ from infer.options import Time
 
 _log = logging.getLogger(__name__)
 
-ROUNDS = 16  # of the longer generation where two are subtracted
-
 
 def seconds(run: Callable[[], Any], repeats: int) -> tuple[float, Any]:
     """Median seconds of `run` after one warm-up, and its last result."""
@@ -45,6 +43,21 @@ def seconds(run: Callable[[], Any], repeats: int) -> tuple[float, Any]:
         result = jax.block_until_ready(run())
         times.append(time.perf_counter() - start)
     return float(np.median(times)), result
+
+
+def interleaved(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    """Seconds of each of several runs that are to be compared, on a machine whose speed drifts: they take turns, and
+    each gets its median share of a turn, times the median turn. Each is warmed up once."""
+    for run in runs:
+        jax.block_until_ready(run())
+    turns = np.zeros((repeats, len(runs)))
+    for turn in turns:
+        for i, run in enumerate(runs):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            turn[i] = time.perf_counter() - start
+    whole = turns.sum(1, keepdims=True)
+    return (np.median(turns / whole, axis=0) * np.median(whole)).tolist()
 
 
 def generation(
@@ -113,22 +126,19 @@ def tree_stages(
     return {f"{name}_ms": 1e3 * value for name, value in named.items()} | shares
 
 
-def by_length(models: Models, size: int, committed: int, capacity: int, repeats: int) -> float:
-    """Milliseconds per round with about `committed` positions in caches of `capacity`."""
+def by_length(
+    models: Models, size: int, committed: int, capacity: int, repeats: int, rounds: int = 16
+) -> float:
+    """Milliseconds per round with about `committed` positions in caches of `capacity`: the slope between a
+    short and a long loop, so that entering the loop (which copies the state) is not in it."""
     models = models if size > 1 else models.without_draft()
     options = Options(Fixed(size))
     prompt = (
         np.random.default_rng(0).integers(0, min(1000, models.target.config.vocab_size), committed).tolist()
     )
-    budget = ROUNDS * size + 1
+    budget = rounds * size + 1
     state = decode.prefill(models, [prompt], options, max_new_tokens=budget, capacity=capacity)
-    return per_round(models, state, options, repeats)
-
-
-def per_round(models: Models, state: RoundState, options: Options, repeats: int) -> float:
-    """Milliseconds of a round inside the compiled loop, from a state with room for ROUNDS whole blocks: the slope
-    between a short and a long generation, so that entering the loop (which copies the state) is not in it."""
-    short = dataclasses.replace(state, limit=jnp.full_like(state.limit, 2 * options.largest + 1))
+    short = dataclasses.replace(state, limit=jnp.asarray([2 * size + 1], jnp.int32))
     few, early = seconds(lambda: decode.generate(models, short, options), repeats)
     many, late = seconds(lambda: decode.generate(models, state, options), repeats)
     return 1e3 * (many - few) / (int(late.rounds) - int(early.rounds))
