@@ -87,6 +87,7 @@ def measure(pair: Pair, policy: Adaptive, options: Options, batch: int) -> Times
 def key(pair: Pair, policy: Adaptive, options: Options, batch: int) -> str:
     assert pair.draft is not None
     facts = {
+        "method": [_PROMPT, _TOKENS],
         "hardware": hardware(pair.device),
         "dtype": pair.dtype,
         "target": pair.target.config.hash(),
