@@ -148,7 +148,8 @@ def lossless(flags: Check, screen: Screen) -> int:
     texts = read_prompts(flags.prompts, flags.max_samples)
     session = open_session(flags)
     if session.pair.draft is None:
-        session = Session(session.pair.with_draft(pair.random_draft(session.pair.target)))
+        draft = pair.random_draft(session.pair.target, block_size=flags.block_size or demo.BLOCK)
+        session = Session(session.pair.with_draft(draft))
     loaded = session.pair
     prompts = [tokens for text in texts if len(tokens := session.prompt(text)) <= flags.max_prompt_tokens]
     if not prompts:
