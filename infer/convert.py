@@ -137,8 +137,10 @@ def _tokenizer(*models: Source | None) -> dict[str, Any]:
 def _trained_for(config: DraftConfig, name: str, digest: str) -> DraftConfig:
     """The target that the user names, where the draft's file names none."""
     known = config.training
-    names = {"target_name": known.target_name or name, "target_hash": known.target_hash or digest}
-    return dataclasses.replace(config, training=dataclasses.replace(known, **names))
+    training = dataclasses.replace(
+        known, target_name=known.target_name or name, target_hash=known.target_hash or digest
+    )
+    return dataclasses.replace(config, training=training)
 
 
 def _target(source: Source, flags: Convert, kind: str, dtype: np.dtype) -> tuple[str, list[str]]:

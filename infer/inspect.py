@@ -149,9 +149,7 @@ def _schema(source: Source) -> Facts:
     """Who wrote a GGUF draft, and what it says."""
     file = read_file(source.path)
     family = draft_schema.family_of(file)
-    lines = draft_schema.listing(file, family)
-    width = max(len(line) for line, _ in lines) if lines else 0
-    said = [("", f"{line:{width}}  {meaning}") for line, meaning in lines]
+    said = [("", f"{line:54}  {meaning}") for line, meaning in draft_schema.listing(file, family)]
     kinds = Counter(tensor.kind for tensor in file.tensors.values())
     return [
         ("family", f"{family.name} (written by {family.writer})"),

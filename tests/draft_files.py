@@ -29,6 +29,10 @@ _OWN_NAMES = {
 }
 TAPS = (1, 3, 5)  # Luce's rule for 3 of 7 layers
 MASK = 3
+TENSORS = writers.draft_tensors(len(TAPS))
+EXPECTED = writers.expected_tree(TENSORS)
+# Changes to the metadata: the first of two layers slides.
+WINDOW = {"A.attention.sliding_window": 8, "A.attention.sliding_window_pattern": [True, False]}
 
 
 def name_of(family: str, name: str) -> str:
@@ -130,8 +134,7 @@ def write(
     extra: dict[str, np.ndarray | None] | None = None,
 ) -> Path:
     """keys: changes to the metadata. extra: tensors by their name in the file; None removes one."""
-    tensors = writers.draft_tensors(len(TAPS)) if tensors is None else tensors
-    named = {name_of(family, name): value for name, value in tensors.items()} | (extra or {})
+    named = {name_of(family, name): value for name, value in (tensors or TENSORS).items()} | (extra or {})
     kept = {name: value for name, value in named.items() if value is not None}
     path.write_bytes(file_bytes(metadata(family, keys), kept))
     return path
