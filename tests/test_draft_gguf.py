@@ -208,7 +208,8 @@ def test_values_that_do_not_fit_a_type_are_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "count", "taps"), [(64, 5, (1, 16, 31, 46, 61)), (7, 3, TAPS), (9, 1, (1,))]
+    ("depth", "count", "taps"),
+    [(64, 5, (1, 16, 31, 46, 61)), (66, 5, (1, 17, 33, 49, 65)), (7, 3, TAPS), (9, 1, (1,))],
 )
 def test_luce_leaves_the_taps_to_the_reader(tmp_path: Path, depth: int, count: int, taps: tuple) -> None:
     assert luce_taps(depth, count) == taps
