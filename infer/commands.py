@@ -9,15 +9,15 @@ from typing import Any
 
 from dflash_jax import pair
 from dflash_jax.compile_cache import keep_compiled
-from dflash_jax.config import ConfigError
+from dflash_jax.config import ConfigError, Overrides
 from dflash_jax.terminal import Screen
-from infer import chat, check, demo, inspect, timing
+from infer import chat, check, convert, demo, inspect, timing
 from infer.bench import run as bench
 from infer.bench.arms import arms as compared
 from infer.clock import Clock
 from infer.datasets import find, label, numbered_prompts, read_prompts
 from infer.machine import describe_device
-from infer.options import Bench, Chat, Check, Decoding, Demo, Generate, Inspect, Time
+from infer.options import Bench, Chat, Check, Convert, Decoding, Demo, Generate, Inspect, Time
 from infer.output import as_json, summary
 from infer.session import Session
 from infer.settings import Settings, plan
@@ -43,6 +43,8 @@ def run(flags: Any, screen: Screen) -> int:
         case Inspect():
             screen.clear()
             return inspect.run(flags.path, flags.target)
+        case Convert():
+            return convert.run(flags, screen)
     raise AssertionError(flags)
 
 
@@ -55,6 +57,7 @@ def open_session(flags: Generate | Chat | Demo | Check | Time | Bench) -> Sessio
             dtype=flags.dtype,
             device=flags.device,
             block_size=getattr(flags, "block_size", None),
+            overrides=None if isinstance(flags, Demo) else Overrides(flags.rope_theta, flags.draft_causal),
         )
     return Session(loaded, clock.seconds["load"])
 
