@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 
 FULL = "full_attention"
@@ -293,17 +294,52 @@ def default_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(1 + i * span / (count - 1)) for i in range(count))
 
 
+def luce_taps(num_target_layers: int, count: int) -> tuple[int, ...]:
+    """Luce's choice, which its files leave to the reader: whole steps from layer 1."""
+    step = (num_target_layers - 2) // max(count - 1, 1)
+    return tuple(1 + i * step for i in range(count))
+
+
+# Which layers of a draft may be said to be causal: SLIDING ones are by the model's definition.
+CAUSAL = {"all": (FULL, SLIDING), "none": (), "sliding": (SLIDING,)}
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What a user knows better than a draft's file; None: the file is right. causal: a key of CAUSAL."""
+
+    rope_theta: float | None = None
+    causal: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.rope_theta is None or 0 < self.rope_theta < math.inf,
+            f"--rope-theta is {self.rope_theta}: it must be positive and finite",
+        )
+        _require(
+            self.causal is None or self.causal in CAUSAL,
+            f"--draft-causal is '{self.causal}': one of {', '.join(CAUSAL)} is possible",
+        )
+
+    def apply(self, config: DraftConfig) -> DraftConfig:
+        if self.rope_theta is not None:
+            rope = dataclasses.replace(config.rope, theta=self.rope_theta)
+            config = dataclasses.replace(config, rope=rope)
+        if self.causal is not None:
+            causal = tuple(kind in CAUSAL[self.causal] for kind in config.layer_types)
+            config = dataclasses.replace(config, causal=causal)
+        return config
+
+
 def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
     """Refuse a draft that belongs to another target. Needs no weights: call it before loading them."""
-    for what, has, needs in (
+    facts = (
         ("hidden size", target.hidden_size, draft.hidden_size),
         ("vocabulary (embedding rows)", target.vocab_size, draft.vocab_size),
         ("depth", target.num_layers, draft.num_target_layers),
-    ):
-        _require(
-            has == needs,
-            f"the draft belongs to another target: its {what} is {needs}, this target's is {has}",
-        )
+    )
+    wrong = [f"its {what} is {needs}, this target's is {has}" for what, has, needs in facts if has != needs]
+    _require(not wrong, "the draft belongs to another target: " + "; ".join(wrong))
 
 
 def check_block_size(draft: DraftConfig, block_size: int) -> None:

@@ -45,6 +45,7 @@ from dflash_jax.prefill import (
 from dflash_jax.rounds import denoise, embed, first_drafted, judge, pick, propose, round, verify, write
 from dflash_jax.sampling import Sampling, sampling
 from dflash_jax.state import AUTOREGRESSIVE, Models, Options, RoundState
+from dflash_jax.tree import draft_tree, top_k
 
 # --- the loops ----------------------------------------------------------------------------------------
 
@@ -77,6 +78,9 @@ denoise_step = jax.jit(denoise, static_argnames="slots")
 pick_step = jax.jit(pick, static_argnames=("options", "size"))
 first_step = jax.jit(first_drafted, static_argnames="nodes")
 extend_step = jax.jit(extend_chunk)
+# What choosing a tree costs, for timing.
+top_k_step = jax.jit(top_k, static_argnames="k")
+tree_step = jax.jit(draft_tree, static_argnames="shape")
 # One layer's share of them, for timing.
 layer_step = jax.jit(one_layer, static_argnames=("target", "index", "slots", "trail"))
 commit_layer_step = jax.jit(commit_layer)

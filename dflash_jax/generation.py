@@ -20,7 +20,8 @@ class Generation:
 
     tokens: the output. finish_reasons: "stop" or "length". committed: tokens kept in each of the
     row's rounds (the paper's acceptance length; the first token is the prefill's and in none).
-    sizes: block size of each round of the batch. logprobs: log p of each token, None if not kept.
+    sizes: the most that a row of each round of the batch could have committed (the longest path that was
+    verified, anchor included). logprobs: log p of each token, None if not kept.
     """
 
     tokens: list[list[int]]

@@ -1,8 +1,6 @@
 """The maths that every model here shares. Models differ in how they put these together.
 
-Numerics: float32 weights multiply at `highest` precision (a GPU's default for float32 is
-TF32); other weights accumulate in float32. Norms, angles and softmax are float32 whatever the
-weights are.
+Products are those of numerics.py. Norms, angles and softmax are float32 whatever the weights are.
 """
 
 from __future__ import annotations
@@ -21,14 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.block import Block, visible
 from dflash_jax.cache import KVCache, Ring
 from dflash_jax.config import RopeConfig
+from dflash_jax.numerics import contract
 
 _INIT = nn.initializers.normal(0.02)
-
-
-def contract(equation: str, a: Array, b: Array) -> Array:
-    """einsum with a float32 result, exact for float32 operands."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
-    return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def parameter(module: nn.Module, name: str, init: Callable, shape: tuple[int, ...]) -> Array:

@@ -3,6 +3,7 @@
     pair = load("smollm2")                                    # a short name
     pair = load("folder", "other-folder", dtype="bfloat16")   # Hugging Face folders
     pair = load("model.gguf", "org/draft@revision")           # a GGUF file, a hub id
+    pair = load("model.gguf", "draft.gguf")                   # both in GGUF
     decode.complete(pair.models, ...)
 
 Configs are read and compared before any weights: a pair that does not fit costs no time and no memory.
@@ -28,6 +29,7 @@ from dflash_jax.config import (
     SLIDING,
     ConfigError,
     DraftConfig,
+    Overrides,
     RopeConfig,
     TargetConfig,
     check_block_size,
@@ -41,7 +43,7 @@ from dflash_jax.sources import Named, Source, find_draft, find_target
 from dflash_jax.state import Models
 from dflash_jax.targets import Decoder
 from dflash_jax.tokenizer import ByteTokenizer, Tokenizer
-from dflash_jax.weights import gguf, hf
+from dflash_jax.weights import draft_gguf, gguf, hf
 from dflash_jax.weights.tensors import flatten
 
 _log = logging.getLogger(__name__)
@@ -123,6 +125,7 @@ def load(
     draft_device: str | None = None,
     embedding: Literal["device", "host"] = "device",
     block_size: int | None = None,
+    overrides: Overrides | None = None,
 ) -> Pair:
     """Find, check and load a target and its draft.
 
@@ -133,6 +136,7 @@ def load(
     embedding "host": the target's embedding table stays in host memory (embedding.py). With one of these the
     pair's models are in pieces, which only dflash_jax.stepwise runs.
     block_size: one that will be asked for, so that a wrong one is an error before any work.
+    overrides: what the draft's file has wrong.
 
     Raises ConfigError for what the user can correct, FetchError when a download fails. Logs (warning)
     before it takes more than 1 GiB.
@@ -142,7 +146,7 @@ def load(
     found = find_target(target)
     chosen, generation = _choose_draft(found, draft)
     config = target_config(found.target)
-    of_draft = None if chosen is None else draft_config(chosen)
+    of_draft = None if chosen is None else draft_config(chosen, config, overrides)
     if of_draft is not None:
         check_pair(config, of_draft)
         if block_size is not None:
@@ -179,10 +183,24 @@ def target_config(source: Source) -> TargetConfig:
     return gguf.target_config(source.path) if source.is_gguf else hf.target_config(source.path)
 
 
-def draft_config(source: Source) -> DraftConfig:
+def draft_config(
+    source: Source, target: TargetConfig | None = None, overrides: Overrides | None = None
+) -> DraftConfig:
+    """Without weights. target: what a GGUF file may leave out. overrides: what the file has wrong."""
     if source.is_gguf:
-        raise ConfigError(f"{source.path}: a draft in GGUF is not supported yet: give a Hugging Face folder")
-    return hf.draft_config(source.path)
+        return draft_gguf.draft_config(source.path, target, overrides)
+    return (overrides or Overrides()).apply(hf.draft_config(source.path))
+
+
+def target_params(source: Source, config: TargetConfig, dtype: np.dtype) -> dict[str, Any]:
+    """The weights, on the host."""
+    read = gguf.load_target if source.is_gguf else hf.load_target
+    return read(source.with_weights(), config, targets.abstract_params(config), dtype)
+
+
+def draft_params(source: Source, config: DraftConfig, dtype: np.dtype) -> dict[str, Any]:
+    read = draft_gguf.load_draft if source.is_gguf else hf.load_draft
+    return read(source.with_weights(), config, drafts.abstract_params(config), dtype)
 
 
 def _load_target(
@@ -191,12 +209,10 @@ def _load_target(
     module = targets.make_target(config)
     reader = tokenizer.from_gguf if source.is_gguf else tokenizer.from_folder
     words = reader(source.path)
-    abstract = targets.abstract_params(config)
-    say_memory(f"the weights of {source.name}", weight_bytes(abstract, dtype), device)
-    path = source.with_weights()
+    size = weight_bytes(targets.abstract_params(config), dtype)
+    say_memory(f"the weights of {source.name}", size, device)
     _log.info("loading %s", source.name)
-    read = gguf.load_target if source.is_gguf else hf.load_target
-    params, table = read(path, config, abstract, DTYPES[dtype]), None
+    params, table = target_params(source, config, DTYPES[dtype]), None
     if table_on_host:
         params, table = take_table(params, config.tie_word_embeddings)
         _say_table(source.name, table, config.tie_word_embeddings, device)
@@ -213,11 +229,10 @@ def _say_table(name: str, table: HostTable, tied: bool, device: jax.Device) -> N
 
 
 def _load_draft(source: Source, config: DraftConfig, dtype: str, device: jax.Device) -> Draft:
-    abstract = drafts.abstract_params(config)
-    say_memory(f"the weights of {source.name}", weight_bytes(abstract, dtype), device)
-    path = source.with_weights()
+    size = weight_bytes(drafts.abstract_params(config), dtype)
+    say_memory(f"the weights of {source.name}", size, device)
     _log.info("loading %s", source.name)
-    params = to_device(hf.load_draft(path, config, abstract, DTYPES[dtype]), device)
+    params = to_device(draft_params(source, config, DTYPES[dtype]), device)
     return Draft(config, DFlash(config), params, source.name)
 
 

@@ -20,11 +20,13 @@ from dflash_jax.config import ConfigError
 
 @struct.dataclass
 class Seen:
-    """What a round teaches. committed [B] i32: tokens of each row, 0 where it was done; offered []: the most that
-    it could have committed; expected [B] f32: what the draft's confidence promised of the verified nodes."""
+    """What a round teaches. committed [B] i32: tokens of each row, 0 where it was done; drafted [] i32: the block
+    size; verified [] i32: how many nodes the target looked at; expected [B] f32: the tokens that the draft's
+    confidence promised of them, the anchor's own included."""
 
     committed: Array
-    offered: Array
+    drafted: Array
+    verified: Array
     expected: Array
 
 
@@ -79,13 +81,18 @@ class Fixed:
 
 @struct.dataclass
 class History:
-    """Decayed counts: [C-1] how often candidate i was accepted, and how often it was reached (offered, and all
-    before it accepted); and of tokens: accepted, and promised by the draft's confidence."""
+    """Decayed sums over rounds. accepted, reached [C-1]: how often candidate i was committed, and how often it was
+    drafted and all before it committed (one that was not verified counts as not accepted); kept, promised:
+    candidates committed, and what the draft's confidence promised of those that were verified; spent, whole: the
+    time of the verifies, and of verifying all that was drafted. blind i32: rounds since all was last verified."""
 
     accepted: Array
     reached: Array
     kept: Array
     promised: Array
+    spent: Array
+    whole: Array
+    blind: Array
 
 
 @dataclass(frozen=True)
@@ -94,10 +101,12 @@ class Adaptive:
 
     Before the draft: candidate i is accepted with a probability a_i, estimated from the rounds that reached it and
     drawn towards a_(i-1) where few did, so that a size that is not used is still judged, and tried again once its
-    bad days are forgotten. A block of C is worth 1 + a_1 + a_1 a_2 + ... tokens.
+    bad days are forgotten. A block of C is worth 1 + a_1 + a_1 a_2 + ... tokens, and costs its draft and the share
+    of a whole verify that was lately spent on one.
     After the draft: n verified nodes are worth 1 + r * (sum of their paths' probabilities under the draft), with r
     the recent ratio of what was accepted to what was promised. For a chain this is how far to verify, for a
-    tree its budget.
+    tree its budget. What is drafted `look` rounds after a draft was last verified whole is verified whole, whatever
+    it promises: a draft that promises too little would else never be found out.
 
     draft_ms, verify_ms: what each of `sizes` and `rows` costs on this device (any unit); a size of 1 drafts
     nothing, which makes autoregressive decoding one of the choices. Empty: a guess, one pass over the weights
@@ -110,6 +119,7 @@ class Adaptive:
     verify_ms: tuple[float, ...] = ()
     memory: float = 0.95
     prior: float = 0.7
+    look: int = 16
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -125,45 +135,55 @@ class Adaptive:
             raise ConfigError("adaptive policy: every block size and every number of rows needs its time")
 
     def init(self) -> History:
-        none = jnp.zeros(max(self.sizes[-1] - 1, 1), jnp.float32)
-        return History(none, none, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+        none, zero = jnp.zeros(max(self.sizes[-1] - 1, 1), jnp.float32), jnp.zeros((), jnp.float32)
+        return History(none, none, zero, zero, zero, zero, jnp.zeros((), jnp.int32))
 
     def update(self, p: History, seen: Seen) -> History:
         place = jnp.arange(1, p.accepted.shape[0] + 1)[None]
         active = (seen.committed > 0)[:, None]
         committed = seen.committed[:, None]
-        reached = active & (committed >= place) & (place < seen.offered)
+        reached = active & (committed >= place) & (place < seen.drafted)
         accepted = reached & (committed > place)
         # one round weighs 1, however many rows it has
         share = 1 / jnp.maximum(active.sum(), 1).astype(jnp.float32)
         more = jnp.where(
             active[:, 0], jnp.stack([seen.committed.astype(jnp.float32), seen.expected]) - 1, 0.0
         )
-        old = (p.accepted, p.reached, p.kept, p.promised)
-        sums = (accepted.sum(0, dtype=jnp.float32), reached.sum(0, dtype=jnp.float32), *more.sum(-1))
-        return History(*(self.memory * was + share * now for was, now in zip(old, sums, strict=True)))
+        drafts = (seen.drafted > 1) & active.any()
+        block = jnp.searchsorted(jnp.asarray(self.sizes), seen.drafted)
+        whole = jnp.asarray(self._whole)[block]
+        verified = jnp.searchsorted(jnp.asarray(self.rows), seen.verified)
+        times = jnp.where(drafts, jnp.asarray(self.verify_ms, jnp.float32)[jnp.stack([verified, whole])], 0.0)
+        sums = (accepted.sum(0, dtype=jnp.float32) * share, reached.sum(0, dtype=jnp.float32) * share)
+        now = (*sums, *more.sum(-1) * share, *times)
+        old = (p.accepted, p.reached, p.kept, p.promised, p.spent, p.whole)
+        blind = jnp.where(drafts & (verified >= whole), 0, p.blind + 1)
+        return History(*(self.memory * was + new for was, new in zip(old, now, strict=True)), blind)
 
     def choose(self, p: History, confidence: Float[Array, "B T"] | None = None) -> Int[Array, ""]:
-        block = jnp.argmax(self._worth_of_blocks(p) / (self._draft() + self._verify_of_blocks()))
+        draft, verify = (jnp.asarray(ms, jnp.float32) for ms in (self.draft_ms, self.verify_ms))
+        whole = jnp.asarray(self._whole)
+        # what a verify after a draft costs, of a whole one; a size of 1 has no choice
+        share = (p.spent + verify[-1]) / (p.whole + verify[-1])
+        share = jnp.where(jnp.asarray(self.sizes) > 1, share, 1.0)
+        block = jnp.argmax(self._worth_of_blocks(p) / (draft + share * verify[whole]))
         if confidence is None:
             return block.astype(jnp.int32)
         active = jnp.maximum((confidence[:, 0] > -jnp.inf).sum(), 1).astype(jnp.float32)
-        promised = jnp.cumsum(jnp.exp(confidence).sum(0))[jnp.asarray(self.rows) - 1] / active - 1
-        worth = 1 + (p.kept + self.prior) / (p.promised + 1) * promised
-        return jnp.argmax(worth / (self._draft()[block] + jnp.asarray(self.verify_ms))).astype(jnp.int32)
+        ratio = (p.kept + self.prior) / (p.promised + 1)
+        likely = jnp.minimum(ratio * jnp.exp(confidence[:, 1:]), 1.0).sum(0)
+        worth = 1 + jnp.pad(jnp.cumsum(likely), (1, 0))[jnp.asarray(self.rows) - 1] / active
+        best = jnp.argmax(worth / (draft[block] + verify))
+        return jnp.where(p.blind >= self.look, whole[block], best).astype(jnp.int32)
 
-    def _draft(self) -> Float[Array, " n"]:
-        return jnp.asarray(self.draft_ms, jnp.float32)
-
-    def _verify_of_blocks(self) -> Float[Array, " n"]:
-        """Of every block size: the cheapest compiled verify that covers it, else the largest."""
-        costs = [
-            next(
-                (ms for n, ms in zip(self.rows, self.verify_ms, strict=True) if n >= size), self.verify_ms[-1]
-            )
-            for size in self.sizes
-        ]
-        return jnp.asarray(costs, jnp.float32)
+    @property
+    def _whole(self) -> list[int]:
+        """Index into `rows` of the verify of all that a block of each size drafts: of a chain the cheapest that
+        covers it; a tree (more rows than the largest block has) fills its budget from any depth but the anchor's."""
+        tree = self.rows[-1] > self.sizes[-1]
+        last = len(self.rows) - 1
+        covers = [next((i for i, n in enumerate(self.rows) if n >= size), last) for size in self.sizes]
+        return [last if tree and size > 1 else i for size, i in zip(self.sizes, covers, strict=True)]
 
     def _worth_of_blocks(self, p: History) -> Float[Array, " n"]:
         worth, survives, rate = [jnp.ones(())], jnp.ones(()), jnp.asarray(self.prior)

@@ -55,17 +55,17 @@ class Drafted:
 
 @struct.dataclass
 class Verified:
-    """The target's half, padded to the most nodes. features: of the accepted path. offered: the most tokens that
-    it can commit."""
+    """The target's half, padded to the most nodes. features: of the accepted path. drafted, nodes: the block size,
+    and how many nodes were looked at; expected [B]: tokens that the draft promised of them."""
 
     block: Block
     acceptance: Acceptance
     logprobs: Array
     features: Array
     trail: Trail
-    offered: Array
-    expected: Array
+    drafted: Array
     nodes: Array
+    expected: Array
 
 
 def round(models: Models, state: RoundState, options: Options) -> tuple[RoundState, RoundTrace]:
@@ -106,7 +106,7 @@ def check(models: Models, state: RoundState, options: Options) -> None:
         raise ConfigError("rollback 'replay' is a debugging mode: only generate_stepwise has it")
     if options.proposal == "sample" and state.sampling.greedy:
         raise ConfigError("proposal 'sample' needs a temperature above 0: greedy decoding has one answer")
-    if options.proposal == "sample" and len(options.policy.rows) > 1:
+    if options.proposal == "sample" and len(options.policy.sizes) + len(options.policy.rows) > 2:
         raise ConfigError(
             "proposal 'sample' needs a fixed policy: candidates that are left out for what they are "
             "are no sample of the draft any more, and acceptance would be biased"
@@ -217,9 +217,9 @@ def judge(state: RoundState, drafted: Drafted, output: TargetOutput, options: Op
         logprobs=pad_rows(logprobs, short),
         features=pad_rows(jnp.take_along_axis(output.features, path[:, :, None], axis=1), short),
         trail=pad_trail(output.trail, extra),
-        offered=jnp.minimum(drafted.size, block.size),
-        expected=jnp.exp(drafted.candidates.weight).sum(-1),
+        drafted=drafted.size,
         nodes=jnp.asarray(block.size, jnp.int32),
+        expected=jnp.exp(drafted.candidates.weight).sum(-1),
     )  # fmt: skip
 
 
@@ -244,12 +244,13 @@ def write(
         emitted=state.emitted + kept,
         reason=reason,
     )
-    seen = Seen(kept, verified.offered, verified.expected)
+    seen = Seen(kept, verified.drafted, verified.nodes, verified.expected)
     if counted:
+        deepest = jnp.where(verified.block.valid & (kept > 0)[:, None], verified.block.depth, 0).max()
         state = dataclasses.replace(
             state,
             committed=lax.dynamic_update_slice(state.committed, kept[:, None], (0, state.rounds)),
-            sizes=lax.dynamic_update_slice(state.sizes, verified.offered[None], (state.rounds,)),
+            sizes=lax.dynamic_update_slice(state.sizes, deepest[None] + 1, (state.rounds,)),
             nodes=lax.dynamic_update_slice(state.nodes, verified.nodes[None], (state.rounds,)),
             rounds=state.rounds + 1,
             policy=options.policy.update(state.policy, seen),

@@ -228,7 +228,8 @@ def _reject(
     p_x = jnp.take_along_axis(p[:, :-1], candidates, axis=2)[..., 0]
     q_x = jnp.take_along_axis(q, candidates, axis=2)[..., 0]
     uniform = uniforms(seeds, positions[:, :-1], _TEST)
-    accepted = jnp.cumprod((uniform * q_x < p_x).astype(jnp.int32), axis=1)
+    passed = (uniform * q_x < p_x) & block.valid[:, 1:]  # padding has q 0 and would pass
+    accepted = jnp.cumprod(passed.astype(jnp.int32), axis=1)
     on_path = jnp.concatenate([jnp.ones_like(accepted[:, :1]), accepted], axis=1) > 0
     # Row i's residual is what is left of p_i once q_i had its chance; the last row has no candidate.
     residual = jnp.maximum(p - jnp.pad(q, ((0, 0), (0, 1), (0, 0))), 0.0)

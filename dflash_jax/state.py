@@ -116,9 +116,9 @@ class RoundState:
     newest emitted token, is in no cache yet).
 
     tokens [B, N] i32 and emitted [B]: the output so far; limit [B]: its budget. logprobs [B, N] f32.
-    committed [B, R] i32: tokens kept per row and round; sizes [R]: the most that each round could have
-    kept (its block size, or fewer verified rows); nodes [R]: how many nodes it verified; rounds []: how
-    many ran. done [B], reason [B]: RUNNING, STOP or LENGTH. stops [n] i32: stop ids.
+    committed [B, R] i32: tokens kept per row and round; sizes [R]: the most that a row of each round could
+    have kept (the longest path that was verified, anchor included); nodes [R]: how many nodes it verified;
+    rounds []: how many ran. done [B], reason [B]: RUNNING, STOP or LENGTH. stops [n] i32: stop ids.
     """
 
     target_cache: TargetCache

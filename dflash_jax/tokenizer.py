@@ -111,6 +111,10 @@ class Tokenizer(Vocabulary):
             encoding = self._backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
+    def piece(self, id: int) -> str | None:
+        """A token as files write it: bytes in their byte-level form, visible spaces."""
+        return self._backend.id_to_token(id)
+
     def token_bytes(self, id: int, skip_special: bool = True) -> bytes:
         if skip_special and self._added.get(id, ("", False))[1]:
             return b""

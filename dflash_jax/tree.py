@@ -106,16 +106,12 @@ def _beam(logp: Float[Array, "B c K"], budget: int) -> _Beam:
         np.int32,
     )
     above, rank = jnp.asarray(pairs[:, 0]), jnp.asarray(pairs[:, 1])
-    room = max(0, budget - len(pairs))
 
     def grow(weight: Array, tokens: Array) -> tuple[Array, tuple[Array, Array, Array]]:
         extended = jnp.take(weight, above, axis=1) + jnp.take(tokens, rank, axis=1)
         order = jnp.argsort(-extended, axis=1, stable=True)[:, :budget]
         weight = jnp.take_along_axis(extended, order, axis=1)
-        found = weight, jnp.take(above, order), jnp.take(rank, order)
-        weight, parent, last = (jnp.pad(x, ((0, 0), (0, room))) for x in found)
-        weight = jnp.where(jnp.arange(budget) < len(pairs), weight, -jnp.inf)
-        return weight, (weight, parent, last)
+        return weight, (weight, jnp.take(above, order), jnp.take(rank, order))
 
     root = jnp.where(jnp.arange(budget) == 0, 0.0, -jnp.inf)
     start = jnp.broadcast_to(root, (logp.shape[0], budget)).astype(jnp.float32)

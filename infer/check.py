@@ -9,7 +9,6 @@ trees, in batches. See infer/lossless.py for what counts as a near-tie.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from dflash_jax import decode, stepwise
+from dflash_jax import decode, plain_json, stepwise
 from dflash_jax.config import RECURRENT, TargetConfig
 from dflash_jax.generation import DraftWarning, Generation, finish
 from dflash_jax.policy import Fixed
@@ -208,4 +207,6 @@ def report(arms: Sequence[Arm], title: str, prompts: int, console: Console) -> N
 
 def _save(out: Path, title: str, arms: Sequence[Arm]) -> None:
     with replacing(out) as file:
-        file.write((json.dumps({"title": title, "arms": [asdict(arm) for arm in arms]}, indent=1)).encode())
+        file.write(
+            plain_json.text({"title": title, "arms": [asdict(arm) for arm in arms]}, indent=1).encode()
+        )

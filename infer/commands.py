@@ -9,15 +9,15 @@ from typing import Any
 
 from dflash_jax import pair
 from dflash_jax.compile_cache import keep_compiled
-from dflash_jax.config import ConfigError
+from dflash_jax.config import ConfigError, Overrides
 from dflash_jax.terminal import Screen
-from infer import chat, check, demo, inspect, timing
+from infer import chat, check, convert, demo, inspect, timing
 from infer.bench import run as bench
 from infer.bench.arms import arms as compared
 from infer.clock import Clock
 from infer.datasets import find, label, numbered_prompts, read_prompts
 from infer.machine import describe_device
-from infer.options import Bench, Chat, Check, Decoding, Demo, Generate, Inspect, Placement, Time
+from infer.options import Bench, Chat, Check, Convert, Decoding, Demo, Generate, Inspect, Placement, Time
 from infer.output import as_json, summary
 from infer.session import Session
 from infer.settings import Settings, plan
@@ -43,6 +43,8 @@ def run(flags: Any, screen: Screen) -> int:
         case Inspect():
             screen.clear()
             return inspect.run(flags.path, flags.target)
+        case Convert():
+            return convert.run(flags, screen)
     raise AssertionError(flags)
 
 
@@ -59,6 +61,7 @@ def open_session(flags: Generate | Chat | Demo | Check | Time | Bench) -> Sessio
             device=flags.device,
             block_size=getattr(flags, "block_size", None),
             **placed,
+            overrides=None if isinstance(flags, Demo) else Overrides(flags.rope_theta, flags.draft_causal),
         )
     return Session(loaded, clock.seconds["load"])
 
@@ -152,7 +155,8 @@ def lossless(flags: Check, screen: Screen) -> int:
     texts = read_prompts(flags.prompts, flags.max_samples)
     session = open_session(flags)
     if session.pair.draft is None:
-        session = Session(session.pair.with_draft(pair.random_draft(session.pair.target)))
+        draft = pair.random_draft(session.pair.target, block_size=flags.block_size or demo.BLOCK)
+        session = Session(session.pair.with_draft(draft))
     loaded = session.pair
     prompts = [tokens for text in texts if len(tokens := session.prompt(text)) <= flags.max_prompt_tokens]
     if not prompts:
@@ -172,9 +176,11 @@ def lossless(flags: Check, screen: Screen) -> int:
 
 
 def measure(flags: Time, screen: Screen) -> int:
-    sizes = (*flags.block_sizes, len(flags.block_sizes))
+    sizes = (*flags.block_sizes, *flags.tree_budgets, len(flags.block_sizes))
     if min(flags.repeats, flags.prompt_tokens, flags.new_tokens - 1, *sizes) < 1:
-        raise ConfigError("repeats, prompt_tokens and block_sizes must be positive, new_tokens at least 2")
+        raise ConfigError(
+            "repeats, prompt_tokens, block and tree sizes must be positive, new_tokens at least 2"
+        )
     if flags.out:
         check_writable(flags.out)
     session = open_session(flags)

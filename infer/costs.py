@@ -1,8 +1,8 @@
 """What block sizes cost on this device: measured once, kept in the user's cache folder, for the adaptive policy.
 
-Method: from the state after a prompt of 128 tokens, each compiled draft and verify alone, warm, the median of 9;
-what a round does besides (accept, commit, extend the draft's context) is the same for every size and
-counted with each verify.
+Method: after a prompt of 128 tokens, each compiled draft alone, and for each number of verified rows a compiled
+generation of 24 tokens and more; warm, taking turns (timing.interleaved: what counts is their ratio). A verify is what
+is left of its round without the draft: accepting, committing and extending the draft's context are counted with it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,21 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
+from functools import partial
 from pathlib import Path
 
-import jax.numpy as jnp
-
 from dflash_jax import decode
-from dflash_jax.block import chain_block, tree_block
 from dflash_jax.fetch import cache_folder
 from dflash_jax.pair import Pair
 from dflash_jax.policy import Adaptive, Fixed
 from dflash_jax.state import Options
 from dflash_jax.weights.atomic import replacing
-from infer.machine import describe_device, versions
-from infer.timing import seconds
+from infer.machine import hardware, versions
+from infer.timing import interleaved
 
 _log = logging.getLogger(__name__)
 
-_PROMPT, _REPEATS = 128, 9
+_PROMPT, _TOKENS, _REPEATS = 128, 24, 5
 Times = dict[str, list[float]]
 
 
@@ -38,7 +35,7 @@ def with_costs(pair: Pair, options: Options, batch: int) -> Options:
     policy = options.policy
     if not isinstance(policy, Adaptive) or pair.models.in_pieces:
         return options
-    path = cache_folder() / "costs" / f"{_key(pair, policy, options, batch)}.json"
+    path = cache_folder() / "costs" / f"{key(pair, policy, options, batch)}.json"
     times = _read(path, policy)
     if times is None:
         sizes = f"{len(policy.sizes)} block sizes and {len(policy.rows)} verify sizes"
@@ -54,45 +51,51 @@ def with_costs(pair: Pair, options: Options, batch: int) -> Options:
 def measure(pair: Pair, policy: Adaptive, options: Options, batch: int) -> Times:
     """Milliseconds of a draft of each of `policy.sizes` and of a verify of each of `policy.rows`."""
     models, largest = pair.models, policy.sizes[-1]
-    fixed = dataclasses.replace(options, policy=Fixed(largest, policy.rows[-1]))
     prompt = [1 + i % (pair.target.config.vocab_size - 1) for i in range(_PROMPT)]
-    state = decode.prefill(models, [prompt] * batch, fixed, max_new_tokens=64)
+    widest = dataclasses.replace(options, policy=Fixed(largest, policy.rows[-1]))
+    state = decode.prefill(models, [prompt] * batch, widest, max_new_tokens=_TOKENS + largest)
+
+    def fixed(size: int, rows: int) -> Options:
+        return dataclasses.replace(options, policy=Fixed(size, rows))
+
+    # every number of rows with the smallest block that fills it; a tree fills its rows from the largest
+    drafted = [
+        largest if options.tree and rows > 1 else next(n for n in policy.sizes if n >= rows)
+        for rows in policy.rows
+    ]
     slots = state.target_cache.slots
-
-    def draft(size: int) -> float:
-        rows = policy.rows[-1] if options.tree else size
-        one = dataclasses.replace(options, policy=Fixed(size, rows))
-        return 1e3 * seconds(lambda: decode.propose_step(models, state, one, size, slots), _REPEATS)[0]
-
-    def verify(rows: int) -> float:
-        tokens = jnp.ones((batch, rows), jnp.int32)
-        parents = jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32) - 1, tokens.shape)
-        block = tree_block(tokens, parents) if options.tree else chain_block(tokens)
-        return 1e3 * seconds(lambda: decode.verify_step(models, state, block, slots, fixed), _REPEATS)[0]
-
-    drafted = decode.propose_step(models, state, fixed, largest, slots)
-    output = decode.verify_step(models, state, drafted.candidates.block, slots, fixed)
-
-    def rest() -> object:
-        return decode.write_step(models, state, decode.judge_step(state, drafted, output, fixed), fixed)
-
-    constant = 1e3 * seconds(rest, _REPEATS)[0]
-    return {
-        "draft_ms": [0.0 if size == 1 else draft(size) for size in policy.sizes],
-        "verify_ms": [constant + verify(rows) for rows in policy.rows],
+    nodes = {size: policy.rows[-1] if options.tree else size for size in policy.sizes}
+    drafts = [
+        partial(decode.propose_step, models, state, fixed(size, nodes[size]), size, slots)
+        for size in policy.sizes
+    ]
+    loops = [
+        partial(decode.generate, models, state, fixed(*shape))
+        for shape in zip(drafted, policy.rows, strict=True)
+    ]
+    times = interleaved([*drafts, *loops], _REPEATS)
+    draft_ms = {
+        size: 1e3 * time if size > 1 else 0.0
+        for size, time in zip(policy.sizes, times[: len(drafts)], strict=True)
     }
+    verify_ms = [
+        1e3 * time / int(loop().rounds) - draft_ms[size]
+        for time, loop, size in zip(times[len(drafts) :], loops, drafted, strict=True)
+    ]
+    return {"draft_ms": list(draft_ms.values()), "verify_ms": [max(ms, 1e-3) for ms in verify_ms]}
 
 
-def _key(pair: Pair, policy: Adaptive, options: Options, batch: int) -> str:
+def key(pair: Pair, policy: Adaptive, options: Options, batch: int) -> str:
     assert pair.draft is not None
     facts = {
-        "device": describe_device(pair.device),
-        "cores": os.cpu_count(),
+        "method": [_PROMPT, _TOKENS],
+        "hardware": hardware(pair.device),
         "dtype": pair.dtype,
         "target": pair.target.config.hash(),
         "draft": dataclasses.asdict(pair.draft.config),
         "sizes": [policy.sizes, policy.rows],
         "tree": options.tree and dataclasses.asdict(options.tree),
+        "rollback": options.rollback,
         "batch": batch,
         "versions": versions(),
     }

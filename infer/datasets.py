@@ -114,7 +114,7 @@ def numbered_prompts(path: str | Path, limit: int | None = None) -> dict[int, st
     """The same by line of the file, from 0; empty lines do not count."""
     name = Path(path)
     try:
-        lines = [line for line in name.read_text("utf-8").splitlines() if line.strip()]
+        lines = [line for line in name.read_text("utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: the prompts cannot be read ({error})") from None
     if not lines:

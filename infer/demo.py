@@ -16,7 +16,7 @@ from dflash_jax import pair as pairs
 from dflash_jax.generation import DraftWarning
 from dflash_jax.sampling import sampling
 from dflash_jax.terminal import Screen
-from infer.lossless import NEAR_TIES, Divergence, divergences
+from infer.lossless import Divergence, divergences
 from infer.machine import describe_device
 from infer.session import Completion, Session
 from infer.settings import Settings
@@ -28,19 +28,18 @@ PROMPTS = (
     "A train leaves at 9:40 and arrives at 11:15. How many minutes does it travel?",
     "Repeat the sentence 'The quick brown fox jumps over the lazy dog.' three times.",
 )
-_BLOCK = 8  # of a draft that is made here
+BLOCK = 8  # of a draft that is made here
 _WARM_UP = 8  # tokens: the same program as any budget up to 64
 
 
 @dataclass(frozen=True)
 class Both:
-    """One prompt's answers. difference: None when the tokens are the same; near_tie: it is rounding."""
+    """One prompt's answers. difference: None when the tokens are the same."""
 
     prompt: str
     plain: Completion
     fast: Completion
     difference: Divergence | None
-    near_tie: bool = False
 
     @property
     def speedup(self) -> float:
@@ -49,7 +48,7 @@ class Both:
     def same(self) -> str:
         if self.difference is None:
             return "yes"
-        what = "near-tie" if self.near_tie else "BUG"
+        what = "near-tie" if self.difference.near_tie else "BUG"
         return f"{what} at {self.difference.position}, {self.difference.gap:.2g} apart"
 
 
@@ -60,14 +59,14 @@ def _per_token(answer: Completion) -> float:
 def run(session: Session, settings: Settings, screen: Screen) -> int:
     """Print the comparison. Exit status 1 when tokens differ by more than a near-tie."""
     if session.pair.draft is None:
-        draft = pairs.random_draft(session.pair.target, block_size=settings.block_size or _BLOCK)
+        draft = pairs.random_draft(session.pair.target, block_size=settings.block_size or BLOCK)
         session = Session(session.pair.with_draft(draft), session.load_seconds)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DraftWarning)  # the verdict says it
         results, compiling = measure(session, settings)
     screen.clear()
     report(session, results, compiling, Console(file=sys.stdout))
-    return int(any(both.difference and not both.near_tie for both in results))
+    return int(any(both.difference and not both.difference.near_tie for both in results))
 
 
 def measure(session: Session, settings: Settings) -> tuple[list[Both], float]:
@@ -93,9 +92,7 @@ def measure(session: Session, settings: Settings) -> tuple[list[Both], float]:
 def _both(session: Session, prompt: str, slow: Completion, fast: Completion) -> Both:
     tokens = [slow.prompt_tokens], [slow.tokens], [fast.tokens]
     found = divergences(session.pair.models, *tokens, sampling(), [0])
-    if not found:
-        return Both(prompt, slow, fast, None)
-    return Both(prompt, slow, fast, found[0], found[0].gap < NEAR_TIES[session.pair.dtype])
+    return Both(prompt, slow, fast, found[0] if found else None)
 
 
 def report(session: Session, results: list[Both], compiling: float, console: Console) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dflash_jax import drafts, targets, tokenizer
@@ -10,10 +12,13 @@ from dflash_jax.cache import cache_bytes, trail_bytes
 from dflash_jax.config import RECURRENT, ConfigError, DraftConfig, RopeConfig, TargetConfig, check_pair
 from dflash_jax.pair import DTYPES, draft_config, target_config, weight_bytes
 from dflash_jax.sources import Source, find_draft, find_target
-from dflash_jax.weights import gguf, hf
+from dflash_jax.weights import draft_gguf, draft_schema, gguf, hf
+from dflash_jax.weights.draft_gguf import NeedsTarget
+from dflash_jax.weights.gguf_file import read_file
 from dflash_jax.weights.schema import ARCHITECTURE, architectures, folder_config
 
 Facts = list[tuple[str, str]]
+Report = Callable[[Facts, list[str]], None]  # adds what is known, and what is wrong
 # What marks a draft of any kind, ours or one that its reader refuses by name.
 _DRAFT_KEYS = ("dflash_config", "speculators_model_type", "mask_token_id", "markov_rank")
 # Nodes of the verify whose trail is told: the block size of most drafts.
@@ -21,20 +26,19 @@ _NODES = 16
 
 
 def run(name: str, target: str | None) -> int:
-    """Print what `name` is. Raises ConfigError with the first problem, after everything else was said."""
+    """Print what `name` is. Raises ConfigError with all problems, after everything else was said."""
     problems: list[str] = []
-    belongs_to = target_config(find_target(target).target) if target is not None else None
+    belongs_to = find_target(target).target if target is not None else None
     found = find_target(name)
     if is_draft(found.target):
-        _show(found.target, "draft", problems, lambda: draft_facts(found.target, belongs_to))
+        _show(found.target, "draft", problems, partial(draft_report, found.target, belongs_to))
     else:
         if belongs_to is not None:
             raise ConfigError(f"{name} is a target: --target checks a draft, so give the draft as PATH")
-        _show(found.target, "target", problems, lambda: target_facts(found.target))
+        _show(found.target, "target", problems, partial(target_report, found.target))
         if found.draft is not None:
             draft = find_draft(name)
-            own = target_config(found.target)
-            _show(draft, "draft", problems, lambda: draft_facts(draft, own))
+            _show(draft, "draft", problems, partial(draft_report, draft, found.target))
     if problems:
         raise ConfigError("; ".join(problems))
     return 0
@@ -48,14 +52,11 @@ def is_draft(source: Source) -> bool:
     return ARCHITECTURE in names or any(key in fields for key in _DRAFT_KEYS)
 
 
-def _show(
-    source: Source, role: str, problems: list[str], facts: Callable[[], tuple[Facts, list[str]]]
-) -> None:
+def _show(source: Source, role: str, problems: list[str], report: Report) -> None:
     print(f"{source.name}: a {role} ({'GGUF file' if source.is_gguf else 'Hugging Face folder'})")
-    try:
-        known, wrong = facts()
-    except ConfigError as error:
-        known, wrong = [], [str(error)]
+    known: Facts = []
+    wrong: list[str] = []
+    _collect(wrong, lambda: report(known, wrong))
     for key, value in [("path", str(source.path)), *known]:
         print(f"  {key:14}{value}")
     print(f"  {'problems':14}{'none' if not wrong else ''}")
@@ -64,18 +65,17 @@ def _show(
     problems += wrong
 
 
-def target_facts(source: Source) -> tuple[Facts, list[str]]:
+def target_report(source: Source, facts: Facts, problems: list[str]) -> None:
     config = target_config(source)
     abstract = targets.abstract_params(config)
-    facts: Facts = [("family", config.family), *_shapes(config), *_recurrent(config), *_experts(config)]
+    facts += [("family", config.family), *_shapes(config), *_recurrent(config), *_experts(config)]
     facts.append(("head", "the embedding (tied)" if config.tie_word_embeddings else "its own"))
     facts += _rope_and_length(config.rope, config.max_positions)
     facts += [*_memory(config, abstract), *_trail(config)]
     facts.append(("config hash", config.hash()))
-    problems: list[str] = []
 
     def words() -> None:
-        read = (tokenizer.from_gguf if source.is_gguf else tokenizer.from_folder)(source.path)
+        read = _words(source)
         stops = ", ".join(f"{id} {read.decode([id], skip_special=False)!r}" for id in read.stop_ids)
         template = "chat template" if read.has_template else "no chat template (use --raw)"
         facts.append(("tokenizer", f"{read.vocab_size} tokens, {template}, stops at {stops or 'nothing'}"))
@@ -93,13 +93,20 @@ def target_facts(source: Source) -> tuple[Facts, list[str]]:
             hf.check_target(source.path, config, abstract)
 
     _collect(problems, words, tensors)
-    return facts, problems
 
 
-def draft_facts(source: Source, target: TargetConfig | None) -> tuple[Facts, list[str]]:
-    config = draft_config(source)
+def draft_report(source: Source, target: Source | None, facts: Facts, problems: list[str]) -> None:
+    host = target_config(target) if target is not None else None
+    if source.is_gguf:
+        facts += _schema(source)
+    try:
+        config = draft_config(source, host)
+    except NeedsTarget as error:
+        facts.append(("incomplete", str(error)))
+        _check_tensors(source, draft_gguf.shape_config(source.path))
+        return
     abstract = drafts.abstract_params(config)
-    facts: Facts = [
+    facts += [
         ("block size", f"{config.block_size} (anchor and {config.block_size - 1} candidates)"),
         ("taps", f"layers {', '.join(map(str, config.taps))} of {config.num_target_layers}"),
         ("mask id", str(config.mask_token_id)),
@@ -115,25 +122,65 @@ def draft_facts(source: Source, target: TargetConfig | None) -> tuple[Facts, lis
     trained = config.training
     if trained.target_name or trained.target_hash:
         facts.append(("trained for", trained.target_name or trained.target_hash or ""))
-    problems: list[str] = []
 
     def pairing() -> None:
-        if target is None:
+        if host is None:
             facts.append(("fits", "not checked: name a target with --target"))
             return
-        check_pair(target, config)
+        check_pair(host, config)
         facts.append(("fits", "the target's hidden size, vocabulary and depth"))
-        if trained.target_hash and trained.target_hash != target.hash():
+        if trained.target_hash and trained.target_hash != host.hash():
             problems.append(f"{source.path}: it was trained for another model (target_hash differs)")
+
+    def words() -> None:
+        if target is not None and source.is_gguf:
+            facts.append(("tokenizer", _compare_tokens(source, target)))
 
     def tensors() -> None:
         if source.repo:
             facts.append(("tensors", "not checked: the weights are still on the hub"))
         else:
-            hf.check_draft(source.path, config, abstract)
+            _check_tensors(source, config)
 
-    _collect(problems, pairing, tensors)
-    return facts, problems
+    _collect(problems, pairing, words, tensors)
+
+
+def _schema(source: Source) -> Facts:
+    """Who wrote a GGUF draft, and what it says."""
+    file = read_file(source.path)
+    family = draft_schema.family_of(file)
+    said = [("", f"{line:54}  {meaning}") for line, meaning in draft_schema.listing(file, family)]
+    kinds = Counter(tensor.kind for tensor in file.tensors.values())
+    return [
+        ("family", f"{family.name} (written by {family.writer})"),
+        ("types", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())),
+        ("schema", ""),
+        *said,
+    ]
+
+
+def _check_tensors(source: Source, config: DraftConfig) -> None:
+    reader = draft_gguf.check_draft if source.is_gguf else hf.check_draft
+    reader(source.path, config, drafts.abstract_params(config))
+
+
+def _words(source: Source) -> tokenizer.Tokenizer:
+    return (tokenizer.from_gguf if source.is_gguf else tokenizer.from_folder)(source.path)
+
+
+def _compare_tokens(source: Source, target: Source) -> str:
+    """A GGUF draft may carry its target's tokens: ids must mean the same. ConfigError where they do not."""
+    tokens = read_file(source.path).metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list):
+        return "none in the file: the target's is used"
+    words = _words(target)
+    for id, token in enumerate(tokens):
+        # converters fill up unused rows
+        if token and (own := words.piece(id)) is not None and own != token:
+            raise ConfigError(
+                f"{source.path}: its token {id} is {token!r}, this target's is {own!r}: it belongs to another model"
+            )
+    return f"{len(tokens)} tokens, the target's"
 
 
 def _collect(problems: list[str], *checks: Callable[[], None]) -> None:
@@ -223,10 +270,10 @@ def _trail(config: TargetConfig) -> Facts:
 
 
 def _by_dtype(size: Callable[[int], int]) -> str:
-    return ", ".join(f"{_bytes(size(dtype.itemsize))} as {name}" for name, dtype in DTYPES.items())
+    return ", ".join(f"{size_of(size(dtype.itemsize))} as {name}" for name, dtype in DTYPES.items())
 
 
-def _bytes(count: int) -> str:
+def size_of(count: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

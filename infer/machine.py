@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -22,3 +25,23 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("jax", "jaxlib", "flax")},
     }
+
+
+def hardware(device: jax.Device) -> dict[str, Any]:
+    return {
+        "device": describe_device(device),
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "system": platform.system(),
+    }
+
+
+def _processor() -> str:
+    """The CPU's name; Linux keeps it in a file, elsewhere Python may know."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())

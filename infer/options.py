@@ -28,6 +28,12 @@ class Models:
     device: str | None = None
     """cpu, gpu, tpu, or one of several: gpu:1. Default: JAX's choice."""
 
+    rope_theta: float | None = None
+    """Base of the draft's RoPE, where its file has it wrong (as files of Luce's converter may)."""
+
+    draft_causal: Literal["all", "none", "sliding"] | None = None
+    """The draft's layers in which a row of the block sees earlier rows only, where its file has that wrong."""
+
     debug: bool = False
     """Show tracebacks and all log messages."""
 
@@ -171,14 +177,48 @@ class Inspect:
 
     python -m infer inspect smollm2
 
-    python -m infer inspect draft-folder --target target-folder
+    python -m infer inspect draft.gguf --target target-folder
     """
 
     path: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PATH")]
     """A folder, a .gguf file, a hub id or a short name; a target or a draft."""
 
     target: str | None = None
-    """Check that a draft belongs to this target."""
+    """Check that a draft belongs to this target: sizes, depth, vocabulary, mask id, taps, tokenizer."""
+
+    debug: bool = False
+    """Show tracebacks and all log messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Write a draft, or a target, as another kind of file. A draft (a target) at DST is replaced, nothing else.
+
+    python -m infer convert draft-folder draft.gguf --format gguf --type Q8_0 --target target.gguf
+
+    python -m infer convert draft.gguf draft-folder --format hf --target target-folder
+    """
+
+    src: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SRC")]
+    """A folder, a .gguf file of any family, or a hub id."""
+
+    dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
+    """The folder (hf) or file to write."""
+
+    format: Literal["hf", "gguf", "gguf-luce"]
+    """hf: a Hugging Face folder. gguf: as llama.cpp reads it. gguf-luce: as Luce's runtime reads it (drafts)."""
+
+    type: Literal["F32", "F16", "BF16", "Q8_0", "Q4_0"] | None = None
+    """Of the matrices; norms stay in float32 in GGUF. Default: the source's, or BF16 where the format lacks it."""
+
+    target: str | None = None
+    """The draft's target: says what a GGUF draft leaves out, and gives its tokenizer to the file."""
+
+    rope_theta: float | None = None
+    """Base of the draft's RoPE, where the source has it wrong (as files of Luce's converter may)."""
+
+    draft_causal: Literal["all", "none", "sliding"] | None = None
+    """The draft's layers in which a row of the block sees earlier rows only, where the source has that wrong."""
 
     debug: bool = False
     """Show tracebacks and all log messages."""
@@ -260,6 +300,23 @@ class Check(Models):
     """Write the table and every difference to this JSON file."""
 
 
+def _words(kind: type, what: str) -> PrimitiveConstructorSpec:
+    """Values with commas or spaces between them."""
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=f"{what}[,{what}...]",
+        instance_from_str=lambda given: tuple(
+            kind(word) for part in given for word in part.split(",") if word
+        ),
+        is_instance=lambda value: isinstance(value, tuple) and all(isinstance(word, kind) for word in value),
+        str_from_instance=lambda value: [",".join(map(str, value))],
+    )
+
+
+Words = Annotated[tuple[str, ...], _words(str, "NAME")]
+Integers = Annotated[tuple[int, ...], _words(int, "INT")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Time(Models):
     """Time the parts: autoregressive steps, rounds by block size, and their stages alone.
@@ -271,8 +328,11 @@ class Time(Models):
     python -m infer time --target smollm2 --block-sizes 4 8 --compare
     """
 
-    block_sizes: tuple[int, ...] = (8, 16)
+    block_sizes: Integers = (8, 16)
     """Blocks to time; above the draft's own size an untrained draft of the largest is used."""
+
+    tree_budgets: Integers = ()
+    """Also time rounds with trees of so many candidates, and what choosing them costs, for every block size."""
 
     new_tokens: int = 128
     """Tokens of each generation. Stop tokens are ignored."""
@@ -291,23 +351,6 @@ class Time(Models):
 
     out: Path | None = None
     """Write the figures to this JSON file."""
-
-
-def _words(kind: type, what: str) -> PrimitiveConstructorSpec:
-    """Values with commas or spaces between them."""
-    return PrimitiveConstructorSpec(
-        nargs="*",
-        metavar=f"{what}[,{what}...]",
-        instance_from_str=lambda given: tuple(
-            kind(word) for part in given for word in part.split(",") if word
-        ),
-        is_instance=lambda value: isinstance(value, tuple) and all(isinstance(word, kind) for word in value),
-        str_from_instance=lambda value: [",".join(map(str, value))],
-    )
-
-
-Words = Annotated[tuple[str, ...], _words(str, "NAME")]
-Integers = Annotated[tuple[int, ...], _words(int, "INT")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +423,7 @@ COMMANDS: dict[str, type] = {
     "generate": Generate,
     "chat": Chat,
     "inspect": Inspect,
+    "convert": Convert,
     "check": Check,
     "time": Time,
     "bench": Bench,

@@ -63,16 +63,7 @@ class Settings:
             raise ConfigError(
                 f"block_size is {self.block_size}: a block is at least the anchor and a candidate"
             )
-        if self.mode == "tree" and self.proposal == "sample":
-            raise ConfigError(
-                "proposal 'sample' is for chains: min(1, p/q) over a tree of the best is biased"
-            )
-        if self.policy == "adaptive" and self.proposal == "sample":
-            raise ConfigError(
-                "proposal 'sample' needs a fixed policy: leaving candidates out by what they are is biased"
-            )
-        if self.mode == "tree" and self.verify == "sequential":
-            raise ConfigError("verify 'sequential' goes along a chain: it cannot verify a tree")
+        self.check_with(self.mode or ("tree" if self.tree_budget else None), self.policy)
         if self.mode == "chain":
             for name, value in self._of_trees():
                 if value:
@@ -89,6 +80,19 @@ class Settings:
         if self.draft_window is not None:
             Ring.of(self.draft_window, 1)
         StopStrings(self.stop)
+
+    def check_with(self, mode: str | None, policy: str | None) -> None:
+        """ConfigError for what does not go with this mode and policy: those given here, or the pair's."""
+        if mode == "tree" and self.proposal == "sample":
+            raise ConfigError(
+                "proposal 'sample' is for chains: min(1, p/q) over a tree of the best is biased"
+            )
+        if policy == "adaptive" and self.proposal == "sample":
+            raise ConfigError(
+                "proposal 'sample' needs a fixed policy: leaving candidates out by what they are is biased"
+            )
+        if mode == "tree" and self.verify == "sequential":
+            raise ConfigError("verify 'sequential' goes along a chain: it cannot verify a tree")
 
     def without_draft(self) -> Settings:
         """What of it holds for autoregressive decoding."""
@@ -140,6 +144,7 @@ def plan(pair: Pair, settings: Settings, watched: tuple[str, ...] = ()) -> Plan:
         mode = settings.mode or ("tree" if settings.tree_budget else pair.generation.mode)
         if mode != "tree" and any(value for _, value in settings._of_trees()):
             raise ConfigError("tree_chain_seed and tree_temperature are for trees: add --mode tree")
+        settings.check_with(mode, settings.policy or pair.generation.policy)
         tree = _tree(pair, settings) if mode == "tree" else None
         options = dataclasses.replace(options, policy=_policy(pair, settings, tree), tree=tree)
     reasons = [f"{name} {value}" for name, value in _debugging(settings) if value]

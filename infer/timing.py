@@ -26,6 +26,7 @@ from dflash_jax.pair import Pair
 from dflash_jax.policy import Fixed
 from dflash_jax.state import Models, Options, RoundState
 from dflash_jax.terminal import Screen
+from dflash_jax.tree import TreeShape
 from dflash_jax.weights.atomic import replacing
 from infer.machine import describe_device
 from infer.options import Time
@@ -42,6 +43,21 @@ def seconds(run: Callable[[], Any], repeats: int) -> tuple[float, Any]:
         result = jax.block_until_ready(run())
         times.append(time.perf_counter() - start)
     return float(np.median(times)), result
+
+
+def interleaved(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    """Seconds of each of several runs that are to be compared, on a machine whose speed drifts: they take turns, and
+    each gets its median share of a turn, times the median turn. Each is warmed up once."""
+    for run in runs:
+        jax.block_until_ready(run())
+    turns = np.zeros((repeats, len(runs)))
+    for turn in turns:
+        for i, run in enumerate(runs):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            turn[i] = time.perf_counter() - start
+    whole = turns.sum(1, keepdims=True)
+    return (np.median(turns / whole, axis=0) * np.median(whole)).tolist()
 
 
 def generation(
@@ -87,6 +103,29 @@ def stages(models: Models, prompt: Sequence[int], size: int, repeats: int) -> di
     return {f"{name}_ms": 1e3 * value for name, value in named.items()}
 
 
+def tree_stages(
+    models: Models, prompt: Sequence[int], size: int, budget: int, repeats: int
+) -> dict[str, float]:
+    """As `stages`, for the tree of `budget` candidates of a block; of its draft, what choosing costs: top_k (the
+    best tokens of each depth) and tree (top_k included: the prefixes, their parents and ancestors)."""
+    shape = TreeShape(budget)
+    options = Options(Fixed(size, budget + 1), tree=shape)
+    state = decode.prefill(models, [prompt], options, max_new_tokens=64)
+    slots = next(n for n in prefixes(state.target_cache.slots, size) if n >= len(prompt))
+    vocab = models.target.config.vocab_size
+    logits = jax.random.normal(jax.random.key(0), (1, size - 1, vocab), jnp.float32)
+    best, _ = seconds(lambda: decode.top_k_step(logits, k=min(budget, vocab)), repeats)
+    built, _ = seconds(lambda: decode.tree_step(state.anchor, logits, shape=shape), repeats)
+    draft, drafted = seconds(lambda: decode.propose_step(models, state, options, size, slots), repeats)
+    block = drafted.candidates.block
+    verify, output = seconds(lambda: decode.verify_step(models, state, block, slots, options), repeats)
+    accept, _ = seconds(lambda: decode.judge_step(state, drafted, output, options), repeats)
+    whole, _ = seconds(lambda: decode.round_step(models, state, options), repeats)
+    named = {"top_k": best, "tree": built, "draft": draft, "verify": verify, "accept": accept, "round": whole}
+    shares = {f"{name}_share": named[name] / whole for name in ("top_k", "tree")}
+    return {f"{name}_ms": 1e3 * value for name, value in named.items()} | shares
+
+
 def by_length(
     models: Models, size: int, committed: int, capacity: int, repeats: int, rounds: int = 16
 ) -> float:
@@ -125,6 +164,11 @@ def run(pair: Pair, flags: Time, screen: Screen) -> int:
         figures[f"block {size}"] = generation(models, prompt, size, flags.new_tokens, flags.repeats)
     for size in flags.block_sizes:
         figures[f"stages of block {size}"] = stages(models, prompt, size, flags.repeats)
+        for budget in flags.tree_budgets:
+            _log.info("timing trees of %d candidates at block size %d", budget, size)
+            figures[f"tree of {budget}, block {size}"] = tree_stages(
+                models, prompt, size, budget, flags.repeats
+            )
     if flags.lengths:
         for size in (1, flags.block_sizes[0]):
             _log.info("timing long caches at block size %d", size)

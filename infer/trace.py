@@ -1,12 +1,13 @@
 """What each round saw, as JSON: `generate --trace FILE.json`, to look inside a decoder that went wrong.
 
     {"target", "draft", "mode", "prompt": [token...], "first": token,
-     "rounds": [{"row", "round", "size", "anchor", "candidates", "choices", "path", "kept"}...]}
+     "rounds": [{"row", "round", "size", "anchor", "candidates", "parents", "choices", "path", "kept"}...]}
 
-A token is {"id", "text"}. candidates[i] is node i + 1 of the block; choices[i] is the target's token
-after node i, so a chain's candidate i is accepted while it equals choices[i]. path: accepted nodes, the
-anchor (0) first. kept: tokens that the round emitted, what a stop token or the budget cut left out.
-round is null for the extra forward of an explicit bonus.
+A token is {"id", "text"}. candidates[i] is node i + 1 of the block and follows node parents[i] (in a chain,
+i); choices[i] is the target's token after node i. So candidate i is accepted when it equals
+choices[parents[i]] and that node is on the path too. path: accepted nodes, the anchor (0) first. kept: tokens
+that the round emitted, what a stop token or the budget cut left out. round is null for the extra forward of
+an explicit bonus.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Trace:
                     "size": size,
                     "anchor": self.token(int(anchors[row])),
                     "candidates": tokens[1:],
+                    "parents": block.parents[row, 1:size].tolist(),
                     "choices": [self.token(id) for id in seen.choices[row, :size].tolist()],
                     "path": seen.path[row, : seen.count[row]].tolist(),
                     "kept": int(kept[row]),

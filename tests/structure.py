@@ -12,14 +12,14 @@ MAX_LINES = 500
 # A module may import those on its left only, and within its own subpackage what it likes. Models know
 # nothing of files and files nothing of models: they meet in `pair`.
 MODELS = (
-    "config < block < cache < layers gated_delta moe < targets drafts < sampling policy < tree < "
+    "config numerics < block < cache < layers gated_delta moe < targets drafts < sampling policy < tree < "
     "buckets embedding < state < generation prefill placement < rounds < decode < stepwise"
 )
 FILES = (
     "config < weights < vocabulary chat_template streaming tables < shortnames < fetch < sources < tokenizer"
 )
 # Above both chains; train and infer are above the whole library, and strangers to each other.
-LIBRARY = "journal pair testing terminal command_line compile_cache"
+LIBRARY = "journal plain_json pair testing terminal command_line compile_cache"
 
 # A second place that compiles is a second place to look for retraces and donated buffers.
 JIT_FILES = ("dflash_jax/decode.py", "train/step.py")

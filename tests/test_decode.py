@@ -275,7 +275,8 @@ def adaptive_run(accepted: Sequence[int]) -> tuple[list[int], list[int]]:
         sizes.append(policy.sizes[int(policy.choose(p))])
         kept.append(min(sizes[-1], most + 1, BUDGET - 1 - sum(kept)))
         sure = jnp.full(1, sizes[-1], jnp.float32)  # a reciting draft always is
-        p = policy.update(p, Seen(jnp.asarray(kept[-1:], jnp.int32), jnp.asarray(sizes[-1]), sure))
+        size = jnp.asarray(sizes[-1])
+        p = policy.update(p, Seen(jnp.asarray(kept[-1:], jnp.int32), size, size, sure))
         if sum(kept) == BUDGET - 1:
             return sizes, kept
     raise AssertionError("too few rounds")

@@ -187,6 +187,22 @@ def test_strong_decay_and_its_gradient_are_finite() -> None:
     np.testing.assert_allclose(o[:, 5], expected[:, -1], **CLOSE)
 
 
+def test_training_through_chunks_has_the_gradients_of_the_recurrence() -> None:
+    size = CHUNK + 5
+    x, block = rows(size, 11, strongest=0.3), chain(size)
+    weight = jnp.asarray(np.random.default_rng(12).standard_normal((B, size, HV, W)), jnp.float32)
+
+    def ours(inputs: Rows) -> jax.Array:
+        return jnp.sum(weight * delta_block(*inputs, block)[0])
+
+    def theirs(inputs: Rows) -> jax.Array:
+        return jnp.sum(weight * recur(*inputs)[0])
+
+    found, expected = (jax.jit(jax.grad(loss))(x) for loss in (ours, theirs))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * float(jnp.abs(b).max()))
+
+
 def test_bfloat16_inputs_keep_a_float32_state() -> None:
     """Case 23: what comes out is what float32 makes of the rounded inputs."""
     x = rows(8, 7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import draft_files
 import folders
 import jax
 import jax.numpy as jnp
@@ -91,6 +92,15 @@ def test_a_draft_that_does_not_fit_costs_no_weights(
         pair.load(str(models / "target"), str(tmp_path / "draft"))
 
 
+def test_a_gguf_draft_is_completed_by_its_target_and_checked_before_weights(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.hf, "load_target", lambda *_: pytest.fail("weights were read"))
+    draft_files.write(tmp_path / "draft.gguf", "upstream", keys={"A.target_layers": [1, 2, 2]})
+    with pytest.raises(ConfigError, match=r"its hidden size is 64, this target's is 32$"):
+        pair.load(str(models / "target"), str(tmp_path / "draft.gguf"))
+
+
 def test_a_block_size_is_checked_before_weights(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair.hf, "load_target", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ConfigError, match="block size 9 cannot be used"):
@@ -117,9 +127,12 @@ def test_roles_are_not_mixed_up(models: Path, tmp_path: Path) -> None:
         pair.load(str(models / "draft"))
     with pytest.raises(ConfigError, match="LlamaForCausalLM, not a DFlash draft"):
         pair.load(str(models / "target"), str(models / "target"))
-    (tmp_path / "draft.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match="a draft in GGUF is not supported yet"):
-        pair.load(str(models / "target"), str(tmp_path / "draft.gguf"))
+    writers.gguf_target(tmp_path / "target.gguf", "qwen3", writers.target_tensors("qwen3"))
+    with pytest.raises(ConfigError, match=r"general\.architecture is 'qwen3': drafts can be dflash"):
+        pair.load(str(models / "target"), str(tmp_path / "target.gguf"))
+    draft_files.write(tmp_path / "draft.gguf", "upstream")
+    with pytest.raises(ConfigError, match=r"this is a DFlash draft .* pass it as the draft"):
+        pair.load(str(tmp_path / "draft.gguf"))
 
 
 def test_a_short_name_brings_its_draft_and_settings(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,11 @@ SIZES = (1, 2, 4, 8, 16)
 ADAPTIVE = Adaptive(SIZES, draft_ms=(0.0, 2.0, 2.0, 2.0, 2.0), verify_ms=tuple(10.0 + n for n in SIZES))
 
 
-def seen(committed: list[int], offered: int, expected: float = 1.0) -> Seen:
+def seen(committed: list[int], drafted: int, expected: float = 1.0, verified: int = 0) -> Seen:
     return Seen(
         jnp.asarray(committed, jnp.int32),
-        jnp.asarray(offered, jnp.int32),
+        jnp.asarray(drafted, jnp.int32),
+        jnp.asarray(verified or drafted, jnp.int32),
         jnp.full(len(committed), expected, jnp.float32),
     )
 
@@ -36,6 +37,23 @@ def simulate(policy: Adaptive, accepts: float | list[float], rounds: int, seed: 
         sizes.append(size)
         p = update(p, seen([committed], size))
     return sizes
+
+
+def both_stages(
+    policy: Adaptive, accepts: float, promises: float, rounds: int, seed: int = 0
+) -> tuple[list[int], list[int]]:
+    """Block sizes and verified rows when every candidate is right with one probability, and the draft says another."""
+    rng, p = np.random.default_rng(seed), policy.init()
+    update, sizes, rows = jax.jit(policy.update), [], []
+    weight = np.log(promises) * np.arange(max(policy.sizes[-1], policy.rows[-1]))
+    for _ in range(rounds):
+        sizes.append(policy.sizes[int(policy.choose(p))])
+        known = np.where(np.arange(len(weight)) < sizes[-1], weight, -np.inf).astype(np.float32)
+        rows.append(policy.rows[int(policy.choose(p, jnp.asarray(known)[None]))])
+        looked = min(sizes[-1], rows[-1])
+        committed = 1 + int(np.cumprod(rng.random(looked - 1) < accepts).sum())
+        p = update(p, seen([committed], sizes[-1], float(np.exp(known[: rows[-1]]).sum()), rows[-1]))
+    return sizes, rows
 
 
 def speeds(policy: Adaptive, accepts: float) -> dict[int, float]:
@@ -134,7 +152,32 @@ def test_rows_that_are_done_do_not_count() -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(none))
 
 
-def test_what_was_not_offered_is_not_judged() -> None:
+def test_an_unsure_draft_that_is_wrong_is_not_asked_for_ever() -> None:
+    """To draft and then to verify one row is the dearest way to decode autoregressively."""
+    sizes, _ = both_stages(ADAPTIVE, accepts=0.02, promises=0.02, rounds=300)
+    assert np.mean([size == 1 for size in sizes[50:]]) > 0.7
+
+
+def test_a_draft_that_promises_too_little_is_found_out() -> None:
+    """By its own promise alone it is never verified, and so never learned of."""
+    looked = [min(pair) for pair in zip(*both_stages(ADAPTIVE, 0.5, promises=0.1, rounds=300), strict=True)]
+    assert np.mean(looked[100:]) > 1.8
+    blind = dataclasses.replace(ADAPTIVE, look=1000)
+    unseen = [min(pair) for pair in zip(*both_stages(blind, 0.5, promises=0.1, rounds=300), strict=True)]
+    assert np.mean(unseen[100:]) < 1.2
+
+
+def test_a_tree_costs_its_budget_until_less_was_spent() -> None:
+    """A tree fills its budget from any depth: before the draft, all of it counts, or the share lately verified."""
+    tree = Adaptive((1, 4), rows=(1, 8, 64), draft_ms=(0.0, 2.0), verify_ms=(10.0, 12.0, 50.0))
+    assert tree.sizes[int(tree.choose(tree.init()))] == 1
+    p = tree.init()
+    for _ in range(20):
+        p = tree.update(p, seen([3], 4, expected=2.5, verified=8))
+    assert tree.sizes[int(tree.choose(p))] == 4
+
+
+def test_what_was_not_drafted_is_not_judged() -> None:
     """A block of 2 that is accepted whole says nothing of candidate 2."""
     p = ADAPTIVE.update(ADAPTIVE.init(), seen([2], 2))
     np.testing.assert_allclose(p.reached[:3], [1, 0, 0])

@@ -254,6 +254,16 @@ def test_rejection_with_a_certain_answer() -> None:
         assert np.asarray(result.tokens)[1, :2].tolist() == [0, 1]
 
 
+def test_rejection_never_accepts_padding() -> None:
+    """q of padding is 0: whatever is drawn, p of its token is not less. What follows is p's own token."""
+    logits = jnp.log(jnp.asarray([[[0.5, 0.5, 0.0, 0.0]] * 3]))
+    block = chain_block(jnp.asarray([[3, 0, 0]], jnp.int32), jnp.asarray([[True, True, False]]))
+    q = jnp.asarray([[[0.5, 0.5, 0, 0], [0, 0, 0, 0]]], jnp.float32)
+    result = accept(block, logits, sampling(1.0), NOBODY[:1], block.depth + 1, q)
+    assert np.asarray(result.count).tolist() == [2]
+    assert int(result.tokens[0, 0]) == 0 and int(result.tokens[0, 1]) in (0, 1)
+
+
 def test_rejection_of_a_row_alone_is_rejection_in_a_batch() -> None:
     """Proposals, tests and residuals too are drawn by seed and position: a batch changes nothing."""
     rng, how = np.random.default_rng(5), sampling(1.0, 0.9)

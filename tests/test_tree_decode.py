@@ -44,8 +44,9 @@ def run(models: Models, options: Options, **request: object) -> Generation:
 def test_a_random_draft_changes_nothing(name: str, sampled: bool) -> None:
     generation = run(pair(), TREES[name], how=warm() if sampled else sampling())
     assert generation.tokens == autoregressive(sampled)
-    assert set(generation.sizes) == {min(TREES[name].largest, TREES[name].nodes)}, (
-        "what a round can commit at most"
+    assert max(generation.sizes) <= TREES[name].largest, "what a round can commit at most: its deepest path"
+    assert all(
+        n <= size for row in generation.committed for n, size in zip(row, generation.sizes, strict=False)
     )
     if name in ("wide", "more than there are"):
         assert generation.tau > 1.2, "among so many candidates of 11 tokens some are right"
@@ -102,7 +103,7 @@ def test_one_seed_gives_one_output_in_every_mode() -> None:
     for options in (Options(Fixed(C)), tree(12), adaptive, branched):
         generation = run(pair(), options, how=how)
         assert generation.tokens == alone.tokens, options
-    assert set(generation.sizes) == {3, C}, "the last of them changes its mind now and then"
+    assert len(set(generation.sizes)) > 1, "the last of them changes its mind now and then"
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import gguf as gguf_py
 import numpy as np
 import pytest
 import writers
+from damage import assert_only_config_errors
 from writers import BFLOAT16, assert_trees_equal
 
 from dflash_jax import targets
@@ -229,37 +229,6 @@ def test_every_truncation_of_a_gguf_file_is_refused(tmp_path: Path) -> None:
         path.write_bytes(data[:size])
         with pytest.raises(ConfigError):
             gguf.target_config(path)
-
-
-def damaged(data: bytes, head: int, rng: np.random.Generator) -> bytes:
-    """A few random changes, most of them in the first `head` bytes, where they matter."""
-    changed = bytearray(data)
-    for _ in range(rng.integers(1, 4)):
-        at = int(rng.integers(min(head, len(changed)) if rng.random() < 0.8 else len(changed)))
-        match rng.integers(4):
-            case 0:
-                changed[at] ^= 1 << int(rng.integers(8))
-            case 1:
-                changed[at] = int(rng.integers(256))
-            case 2:
-                changed[at : at + 8] = b"\xff" * len(changed[at : at + 8])
-            case _:
-                del changed[at + 1 :]
-    return bytes(changed)
-
-
-def assert_only_config_errors(load: Callable[[bytes, int], None], data: bytes, head: int, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    refused = 0
-    for i in range(200):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                warnings.simplefilter("ignore", UserWarning)  # ours: a changed config may deserve one
-                load(damaged(data, head, rng), i)
-        except ConfigError:
-            refused += 1
-    assert 100 < refused < 200  # the damage reached the checks, and some of it is harmless
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])

@@ -87,7 +87,13 @@ def _data(settings: Settings, data: Mapping[str, Any]) -> str:
     names |= {"cut": "cut", "training": "trained on", "held_out": "held out (by prompt)"}
     names |= {"tokens": "tokens", "supervised": "of these supervised", "greedy": "greedy answers"}
     rows = {label: _show(data[key]) for key, label in names.items() if key in data}
-    return f"Conversations whose answers the target itself gave.\n\n{_table(rows)}"
+    own = set(data.get("sources", ("",))) <= {"synthesize", "regenerate"}
+    whose = (
+        "whose answers the target itself gave"
+        if own
+        else "not all of whose answers are known to be the target's"
+    )
+    return f"Conversations {whose}.\n\n{_table(rows)}"
 
 
 def _recipe(c: DraftConfig, settings: Settings) -> dict[str, Any]:
@@ -103,7 +109,7 @@ def _recipe(c: DraftConfig, settings: Settings) -> dict[str, Any]:
         "optimizer": f"AdamW, rate {opt.rate:g}, betas {opt.beta1:g} and {opt.beta2:g}, decay {opt.weight_decay:g}, "
         f"clip {opt.clip:g}, {opt.warmup:.0%} warm-up, cosine",
         "length": f"{run.steps:,} steps" if run.steps else f"{run.epochs:g} epochs",
-        "batch": f"{settings.data.tokens * run.accumulate:,} positions a device",
+        "batch": f"{settings.data.tokens * run.accumulate:,} positions",
         "precision": f"{run.dtype} activations, float32 master weights",
     }
     if o.soft:

@@ -57,9 +57,10 @@ class Saved:
 
 class Checkpoints:
     """Those of one folder, made when it does not exist. Keeps the last `keep` and the best by the walk. A
-    context manager: leaving it waits for the checkpoint that is being written."""
+    context manager: leaving it waits for the checkpoint that is being written. writing: removes what a killed run
+    left half-written; who only reads must not, as a run may be writing just then."""
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int, writing: bool = False):
         self.folder = folder.resolve()
         training = ocp.training
         policies = training.preservation_policies
@@ -70,7 +71,7 @@ class Checkpoints:
             self.folder,
             context=_context(),
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=writing,
         )
         self._writing: Any = None
 

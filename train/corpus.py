@@ -91,9 +91,11 @@ def join(parts: Sequence[Corpus]) -> Corpus:
 
 def load(settings: Settings, tokenizer: Tokenizer | ByteTokenizer) -> tuple[Corpus, Corpus, dict[str, Any]]:
     """(training, held-out, report) from the files of settings.data. All answers to one prompt are on one
-    side, and stay there when conversations are added.
+    side, and stay there when conversations are added. Where data.held_out of the prompts is none, one is held out
+    that may not stay there, and a warning says so.
 
-    The report has counts and the share of padding; a warning is logged when that exceeds widths.PADDING.
+    The report has counts, what made the conversations ("" where a line does not say), and the share of padding; a
+    warning is logged when that exceeds widths.PADDING.
     Raises ConfigError that names the file for what cannot be read, and when there is nothing to train on
     or nothing to hold out.
     """
@@ -136,6 +138,7 @@ def load(settings: Settings, tokenizer: Tokenizer | ByteTokenizer) -> tuple[Corp
         )
     report = {
         "files": [file.name for file in files],
+        "sources": sorted({conversation.source for conversation in found}),
         "conversations": len(found),
         "dropped": len(found) - len(kept),
         "cut": cut,
@@ -166,4 +169,10 @@ def _held_out(prompts: Sequence[str | bytes], share: float, seed: int) -> np.nda
         return int.from_bytes(found[:8], "big") / 2**64
 
     ranks = np.array([rank(prompt) for prompt in prompts])
+    if ranks.min() > share:
+        _log.warning(
+            "data.held_out %g of so few prompts is none: one is held out all the same, which may be trained on when "
+            "conversations are added: raise data.held_out",
+            share,
+        )
     return ranks <= max(share, ranks.min())

@@ -8,7 +8,6 @@ is the truth for these prompts: there the text is what the target says now, not 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from dflash_jax import decode, pair
+from dflash_jax import decode, pair, plain_json
 from dflash_jax.config import ConfigError, DraftConfig
 from dflash_jax.drafts import DFlash
 from dflash_jax.generation import Generation
@@ -244,7 +243,7 @@ def run(settings: Settings, screen: Screen, draft: str | None, prompts: Path | N
     report(result, Console())
     if out is not None:
         with replacing(out) as file:
-            file.write((json.dumps(result, indent=1) + "\n").encode())
+            file.write((plain_json.text(result, indent=1) + "\n").encode())
         print(f"written: {out}")
     return 0
 

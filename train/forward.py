@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.cache import KVCache
 from dflash_jax.config import DraftConfig
 from dflash_jax.drafts.dflash import DFlash, Layer
-from dflash_jax.layers import Rotation, contract, heads, rotate, rotation
+from dflash_jax.layers import Rotation, heads, rotate, rotation
+from dflash_jax.numerics import contract
 
 _GROUP = 32  # anchors whose scores live at once
 

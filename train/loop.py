@@ -8,11 +8,11 @@ before anything is saved: the last checkpoint is good.
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dflash_jax import drafts, pair
+from dflash_jax import drafts, pair, plain_json
 from dflash_jax.config import ConfigError, DraftConfig
 from dflash_jax.terminal import Screen
 from dflash_jax.weights.atomic import replacing
-from train import build, corpus, evaluate, export, features, mesh, pipeline, plots, trained
+from train import build, corpus, evaluate, export, features, lock, mesh, pipeline, plots, trained
 from train import loss as losses
 from train.checkpoints import Checkpoints, Saved, about, read_params
 from train.corpus import Corpus
@@ -102,10 +102,17 @@ def prepare(settings: Settings) -> Job:
 
 def fit(job: Job, devices: Mesh) -> Outcome:
     """Trains, or continues the run of this folder; when all steps are done, exports the best draft and draws
-    the curves. Raises ConfigError where the folder's run has another contract, NotFinite when a loss is."""
-    settings, primary = job.settings, jax.process_index() == 0
-    settings.folder.mkdir(parents=True, exist_ok=True)
-    with Checkpoints(settings.folder / "checkpoints", settings.run.keep) as checkpoints:
+    the curves. Raises ConfigError where the folder's run has another contract, is beyond these steps or is running
+    elsewhere, NotFinite when a loss is."""
+    folder, primary = job.settings.folder, jax.process_index() == 0
+    folder.mkdir(parents=True, exist_ok=True)
+    with lock.alone(folder) if primary else nullcontext():
+        return _fit(job, devices, primary)
+
+
+def _fit(job: Job, devices: Mesh, primary: bool) -> Outcome:
+    settings = job.settings
+    with Checkpoints(settings.folder / "checkpoints", settings.run.keep, writing=True) as checkpoints:
         trainer = Trainer(job, devices, checkpoints)
         with Stop() as stop, Records(settings, trainer.step, primary) as log:
             trainer.train(log, stop)
@@ -171,6 +178,11 @@ class Trainer:
         like = mesh.abstract(self._devices, shapes)
         state, saved = self._checkpoints.restore(latest, like, self._contract)
         self._data.set_state(saved.data)
+        if latest > self.total:
+            raise ConfigError(
+                f"{path}: the run is beyond its {self.total} steps: raise run.steps (or run.epochs), or write its "
+                "best draft with `python -m train export`"
+            )
         return latest, jax.random.wrap_key_data(jnp.asarray(saved.key, jnp.uint32)), state
 
     def train(self, log: Records, stop: Stop) -> None:
@@ -232,7 +244,7 @@ class Trainer:
             path = self._job.settings.within(NOT_FINITE)
             if jax.process_index() == 0:
                 with replacing(path) as file:
-                    file.write(json.dumps(wrong).encode())
+                    file.write(plain_json.text(wrong).encode())
             last = self._checkpoints.latest
             raise NotFinite(
                 f"the loss is {wrong['loss']} and its gradient's norm {wrong['gradient_norm']} at step "

@@ -56,7 +56,7 @@ def _accuracy(axes: Axes, training: list[dict[str, Any]], held_out: list[dict[st
     """By slot: the last training interval, and the first, best and last evaluation."""
     chosen = {f"training, step {line['step']}": line for line in training[-1:]}
     if held_out:
-        best = max(held_out, key=lambda line: line.get("walk", 0.0))
+        best = max(held_out, key=lambda line: line.get("walk") or 0.0)  # null: not a number
         for line in (held_out[0], best, held_out[-1]):
             chosen[f"held out, step {line['step']}"] = line
     for label, line in chosen.items():

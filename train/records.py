@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dflash_jax import plain_json
 from dflash_jax.config import ConfigError
 from dflash_jax.weights.atomic import replacing
 from train.settings import Settings
@@ -42,10 +43,7 @@ class Records:
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """values: numbers, or lists of them (one per slot)."""
         if self._file is not None:
-            known = {
-                name: None if value != value else value for name, value in values.items()
-            }  # NaN: no JSON
-            self._file.write(json.dumps({"kind": kind, "step": step, **known}) + "\n")
+            self._file.write(plain_json.text({"kind": kind, "step": step, **values}) + "\n")
             self._file.flush()
         if self._events is not None:
             for name, value in values.items():

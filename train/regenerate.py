@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -22,12 +22,20 @@ from dflash_jax.sampling import sampling
 from dflash_jax.state import Models
 from dflash_jax.terminal import Screen
 from dflash_jax.weights.fields import Fields, naming
+from train import features, origin
 from train.answer import answer
 from train.conversations import Conversation, Message, Words, end_of_turn, messages_of, objects, read, spell
 from train.progress import Progress
 from train.settings import Regenerate, Settings
 
 ROLES = ("system", "user", "assistant")
+_DECIDES = (
+    "answer_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+)  # an answer, beside the target and the prompt
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,8 @@ class Count:
 
 
 def run(settings: Settings, screen: Screen) -> int:
-    """Answer every prompt that the file of answers lacks, then put that file into the prompts' order."""
+    """Answer every prompt that the file of answers lacks, then put that file into the prompts' order. ConfigError
+    when another target, or other sampling, gave the answers that are there."""
     wanted = settings.regenerate
     if wanted.prompts is None:
         raise ConfigError("regenerate.prompts is missing: name a JSONL file of prompts")
@@ -86,8 +95,10 @@ def run(settings: Settings, screen: Screen) -> int:
         raise ConfigError(f"regenerate.out is the file of prompts, {path}: name another one")
     asked, repeated = read_prompts(wanted.prompts, wanted.max_samples)
     journal = Journal(path)
-    known = _by_prompt(_read(path))
     loaded = pair.load(settings.target, wanted.draft or pair.NO_DRAFT, dtype=settings.run.target_dtype)
+    made_with = {name: value for name, value in asdict(wanted).items() if name in _DECIDES}
+    origin.keep(path, {"target": features.target_digest(loaded.target), **made_with})
+    known = _by_prompt(_read(path))
     speaker = Speaker(loaded.models, loaded.target.tokenizer, wanted)
     missing = [prompt for prompt in asked if _find(prompt, known, speaker) is None]
     fitting = [prompt for prompt in missing if speaker.fits(prompt.opening, prompt.where)]

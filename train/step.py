@@ -24,7 +24,7 @@ from dflash_jax.block import chain_block
 from dflash_jax.cache import target_cache
 from dflash_jax.config import ConfigError
 from dflash_jax.drafts.dflash import DFlash
-from dflash_jax.layers import contract
+from dflash_jax.numerics import contract
 from dflash_jax.targets import Decoder
 from train import loss as losses
 from train.anchors import Blocks, chunk_starts, eligible, layout, sample_anchors

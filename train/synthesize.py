@@ -7,6 +7,7 @@ will meet it, so a share of the answers is greedy and the others are drawn at lo
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 
@@ -19,6 +20,7 @@ from dflash_jax.journal import Journal
 from dflash_jax.sampling import Sampling
 from dflash_jax.state import Models
 from dflash_jax.terminal import Screen
+from train import features, origin
 from train.answer import answer
 from train.build import load_target
 from train.conversations import Conversation, Words, around_user, end_of_turn, read, spell
@@ -30,17 +32,21 @@ from train.settings import Settings, Synthesize
 _GREEDY = 1e-6
 # Batches of user turns without a new one, after which the target is taken not to make any.
 _PATIENCE = 20
+_AMOUNTS = ("out", "conversations", "seconds", "rows")  # what may change while a file grows
 
 
 def run(settings: Settings, screen: Screen) -> int:
-    """Continue the file of conversations until it has as many as asked for, or the time is over."""
+    """Continue the file of conversations until it has as many as asked for, or the time is over. ConfigError when
+    another target, or another recipe, made what is there."""
     recipe = settings.synthesize
     journal = Journal(settings.within(recipe.out))
+    target = load_target(settings)
+    made_with = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in _AMOUNTS}
+    origin.keep(journal.path, {"target": features.target_digest(target), **made_with})
     known = read(journal.path) if journal.path.stat().st_size else []
     missing = recipe.conversations - len(known)
     made = tokens = 0
     if missing > 0:
-        target = load_target(settings)
         models = Models(target.params, target=target.module)
         began = time.monotonic()
         progress = Progress("synthesizing", missing, "conversations")

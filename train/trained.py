@@ -11,7 +11,6 @@ import numpy as np
 
 from dflash_jax import drafts, pair, sources
 from dflash_jax.config import ConfigError, DraftConfig, check_pair
-from dflash_jax.weights import hf
 from train import build, checkpoints, features
 from train.settings import Settings
 
@@ -29,8 +28,8 @@ class Trained:
 
 
 def load(settings: Settings, target: pair.Target, name: str | None) -> Trained:
-    """name: a checkpoint's folder, a draft's folder, a hub id or a short name; None is what the run exported.
-    ConfigError when it belongs to another target."""
+    """name: a checkpoint's folder, a draft's folder or .gguf file, a hub id or a short name; None is what the run
+    exported. ConfigError when it belongs to another target."""
     if name is None:
         folder = settings.within(DRAFT)
         if not (folder / "config.json").is_file():
@@ -41,12 +40,9 @@ def load(settings: Settings, target: pair.Target, name: str | None) -> Trained:
     if is_checkpoint(Path(name)):
         return load_checkpoint(settings, target, Path(name))
     source = sources.find_draft(name)
-    config = pair.draft_config(source)
+    config = pair.draft_config(source, target.config)
     check_pair(target.config, config)
-    abstract = drafts.abstract_params(config)
-    return Trained(
-        source.name, config, hf.load_draft(source.with_weights(), config, abstract, np.dtype(np.float32))
-    )
+    return Trained(source.name, config, pair.draft_params(source, config, np.dtype(np.float32)))
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -140,6 +140,8 @@ class GatedDelta(nn.Module):
 
 
 class Layer(nn.Module):
+    """make_mlp: what a family of these layers has of its own."""
+
     config: TargetConfig
     index: int
 
@@ -156,10 +158,10 @@ class Layer(nn.Module):
         else:
             y, left = Attention(c, name="self_attn")(h, view.turn, view.masks[c.window(self.index)], cache)
         x = x + y
-        y = SwiGLU(c.intermediate_size, c.mlp_bias, name="mlp")(
-            Norm(c.rms_norm_eps, name="post_attention_layernorm")(x)
-        )
-        return x + y, left
+        return x + self.make_mlp()(Norm(c.rms_norm_eps, name="post_attention_layernorm")(x)), left
+
+    def make_mlp(self) -> nn.Module:
+        return SwiGLU(self.config.intermediate_size, self.config.mlp_bias, name="mlp")
 
 
 class Qwen35(Decoder):

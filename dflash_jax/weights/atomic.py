@@ -14,11 +14,18 @@ from typing import BinaryIO
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A binary file to write; it takes the name `path` when the block ends without an error, and
     disappears otherwise. The bytes are on the disk before the name is."""
+    with replacing_name(path) as name, open(name, "wb") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def replacing_name(path: Path) -> Iterator[Path]:
+    """The same for a writer that opens its file itself: the name of an empty file beside `path`."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
     try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
+        yield Path(name)
+        with open(name, "rb") as file:
             os.fsync(file.fileno())
         # mkstemp makes the file private; a model file should be as readable as any other new file
         os.chmod(name, 0o666 & ~_umask())

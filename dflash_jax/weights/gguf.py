@@ -4,7 +4,6 @@ makes a config. How tensors lie in such files is said in gguf_layout.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,13 @@ from dflash_jax.config import (
     ConfigError,
     MoeConfig,
     RecurrentConfig,
-    RopeConfig,
     TargetConfig,
 )
+from dflash_jax.weights import draft_schema, gguf_rope
 from dflash_jax.weights.fields import MAX_LAYERS, Fields, naming
 from dflash_jax.weights.gguf_file import GGUFFile, read_file
-from dflash_jax.weights.gguf_layout import ROPE_FREQS, expected, problems, restored
+from dflash_jax.weights.gguf_layout import expected, problems, restored
+from dflash_jax.weights.gguf_rope import ROPE_FREQS
 from dflash_jax.weights.tensors import check, load
 
 # general.architecture -> the family of targets
@@ -37,8 +37,8 @@ ARCHITECTURES = {
 }
 _HYBRID = ("qwen35", "qwen35moe")
 _ROUTED = ("qwen3moe", "qwen35moe")
-# Architectures of DFlash drafts and who writes them.
-DRAFTS = {"dflash": "llama.cpp", "qwen35-dflash-draft": "Luce", "dflash-draft": "community converters"}
+# Architectures of DFlash drafts and who writes them; of one that two families share, the first.
+DRAFTS = {family.architecture: family.writer for family in reversed(draft_schema.FAMILIES)}
 
 
 def target_config(path: str | Path) -> TargetConfig:
@@ -73,7 +73,7 @@ def target_config(path: str | Path) -> TargetConfig:
             head_dim=head_dim,
             intermediate_size=_intermediate_size(fields, name, moe),
             vocab_size=table.shape[0],
-            rope=_read_rope(fields, _divisors(file, rotary_dim), max_positions),
+            rope=gguf_rope.read(fields, max_positions, _divisors(file, rotary_dim)),
             rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
             tie_word_embeddings="output.weight" not in file.tensors,
             # GGUF has no flags for biases: the tensors are there or not
@@ -89,8 +89,9 @@ def target_config(path: str | Path) -> TargetConfig:
 
 
 def is_draft(path: str | Path) -> bool:
-    """Whether a GGUF file says that it is a DFlash draft, of any family of writers."""
-    return read_file(path).metadata.get("general.architecture") in DRAFTS
+    """Whether a GGUF file says that it is a DFlash draft, of any family of writers, known or not."""
+    name = read_file(path).metadata.get("general.architecture")
+    return isinstance(name, str) and ("dflash" in name or "dspark" in name)
 
 
 def _section(file: GGUFFile, name: str) -> Fields:
@@ -210,50 +211,6 @@ def _refuse_window(fields: Fields, max_positions: int) -> None:
     window = fields.integer("attention.sliding_window", 0)
     if window and not 0 < max_positions <= window:
         raise fields.error("attention.sliding_window", f"is {window}: not supported in GGUF targets")
-
-
-def _read_rope(fields: Fields, divisors: tuple[float, ...], max_positions: int) -> RopeConfig:
-    theta = fields.number("rope.freq_base")
-    kind = fields.text("rope.scaling.type", "none")
-    factor = (
-        fields.number("rope.scaling.factor", 1.0) if kind == "none" else fields.number("rope.scaling.factor")
-    )
-    if kind == "none" and "rope.scale_linear" in fields:  # as it was written before rope.scaling.type
-        kind, factor = "linear", fields.number("rope.scale_linear")
-    if kind == "none":
-        return RopeConfig(theta, divisors=divisors)
-    if divisors:
-        raise fields.error(
-            "rope.scaling.type", f"is '{kind}' beside {ROPE_FREQS}: both at once is not supported"
-        )
-    if kind == "linear":
-        return RopeConfig(theta, "linear", factor)
-    if kind != "yarn":
-        raise fields.error("rope.scaling.type", f"is '{kind}': none, linear or yarn is supported")
-    if fields.number("rope.scaling.yarn_log_multiplier", 0.0) != 0.0:
-        raise fields.error("rope.scaling.yarn_log_multiplier", "other than 0 is not supported")
-    if fields.number("rope.scaling.yarn_ext_factor", 1.0) != 1.0:
-        raise fields.error("rope.scaling.yarn_ext_factor", "other than 1 is not supported")
-    return RopeConfig(
-        theta,
-        "yarn",
-        factor,
-        original_max_positions=fields.integer("rope.scaling.original_context_length", max_positions),
-        attention_factor=_attention_factor(fields, factor),
-        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
-    )
-
-
-def _attention_factor(fields: Fields, factor: float) -> float | None:
-    """yarn's scale of cos and sin. The converter writes Hugging Face's attention_factor, the whole scale,
-    as `yarn_attn_factor`; `attn_factor` multiplies yarn's own scale instead (llama.cpp, llama-context)."""
-    whole = fields.number("rope.scaling.yarn_attn_factor", None)
-    multiplier = fields.number("rope.scaling.attn_factor", 1.0)
-    if multiplier == 1.0:
-        return whole
-    own = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-    return multiplier * (own if whole is None else whole)
 
 
 def _divisors(file: GGUFFile, rotary_dim: int) -> tuple[float, ...]:

@@ -27,7 +27,6 @@ from dflash_jax.weights.gguf_file import GGUFFile
 from dflash_jax.weights.names import TARGET_GGUF, TARGET_GGUF_HYBRID
 from dflash_jax.weights.tensors import Tensor, Wanted, wanted
 
-ROPE_FREQS = "rope_freqs.weight"
 # rope_freqs is read into the config; attn_rot_embd is a table that old converters stored.
 _IGNORED = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 _ROTATED = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")

@@ -24,6 +24,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.weights import safetensors_file
 from dflash_jax.weights.atomic import replacing
+from dflash_jax.weights.draft_check import check_params, fusion_problems, refuse_others
 from dflash_jax.weights.fields import MAX_LAYERS, Fields, naming
 from dflash_jax.weights.names import DRAFT_HF, TARGET_HF
 from dflash_jax.weights.schema import (
@@ -332,11 +333,6 @@ def save_target(
 
 # The flat schema keeps the fusion in an encoder of its own.
 _FLAT = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
-_OTHER_DRAFTS = (
-    (re.compile(r"markov_"), "a DSpark draft"),
-    (re.compile(r"(attention|mlp)_conv\.|candidate_selector\."), "a DFlash 2 draft"),
-    (re.compile(r"(^|\.)(d2t|t2d)$"), "a speculators checkpoint"),
-)
 
 
 def draft_config(folder: str | Path) -> DraftConfig:
@@ -353,40 +349,29 @@ def load_draft(
     kind of draft are refused by its name.
     """
     found = _draft_tensors(Path(folder))
-    problems = _fusion_problems(found, config)
+    problems = fusion_problems(found.get("fc.weight"), config)
     return load(folder, found, wanted(abstract, DRAFT_HF.to_file), dtype, problems)
 
 
 def check_draft(folder: str | Path, config: DraftConfig, abstract: Mapping[str, Any]) -> None:
     """The errors of load_draft, from the files' headers alone."""
     found = _draft_tensors(Path(folder))
-    check(folder, found, wanted(abstract, DRAFT_HF.to_file), _fusion_problems(found, config))
+    problems = fusion_problems(found.get("fc.weight"), config)
+    check(folder, found, wanted(abstract, DRAFT_HF.to_file), problems)
 
 
 def _draft_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors by the names of the nested schema."""
     found: dict[str, Tensor] = {}
-    for name, tensor in safetensors_file.read_folder(folder).items():
-        for pattern, other in _OTHER_DRAFTS:
-            if pattern.search(name):
-                raise ConfigError(f"{folder}: tensor {name} belongs to {other}: not supported as a draft")
+    tensors = safetensors_file.read_folder(folder)
+    refuse_others(folder, "tensor", tensors)
+    for name, tensor in tensors.items():
         bare = name.removeprefix("model.")
         bare = _FLAT.get(bare, bare)
         if bare in found:
             raise ConfigError(f"{folder}: tensors {found[bare].name} and {name} are both {bare}")
         found[bare] = tensor
     return found
-
-
-def _fusion_problems(found: Mapping[str, Tensor], config: DraftConfig) -> list[str]:
-    """`fc` tells how many layers are tapped: a mismatch means that taps and weights are of two drafts."""
-    fc, expected = found.get("fc.weight"), len(config.taps) * config.hidden_size
-    if fc is None or len(fc.shape) != 2 or fc.shape[1] == expected:
-        return []
-    return [
-        f"fc.weight takes {fc.shape[1]} features, but {len(config.taps)} taps (target_layer_ids) of "
-        f"{config.hidden_size} give {expected}"
-    ]
 
 
 def save_draft(folder: str | Path, config: DraftConfig, params: Mapping[str, Any], dtype: DTypeLike) -> None:
@@ -398,7 +383,7 @@ def save_draft(folder: str | Path, config: DraftConfig, params: Mapping[str, Any
     folder = Path(folder)
     values = write_draft(config, np.dtype(dtype).name)
     flat = flatten(params)
-    _check_draft(folder, config, flat)
+    check_params(folder, config, flat)
     tensors = {DRAFT_HF.to_file(path): np.asarray(value) for path, value in sorted(flat.items())}
     _save(folder, values, tensors, np.dtype(dtype))
 
@@ -412,18 +397,3 @@ def _save(folder: Path, values: dict[str, Any], tensors: Mapping[str, np.ndarray
     safetensors_file.write_file(folder / safetensors_file.SINGLE, tensors, {"format": "pt"})
     with replacing(folder / "config.json") as file:
         file.write((json.dumps(values, indent=1) + "\n").encode())
-
-
-def _check_draft(folder: Path, config: DraftConfig, flat: Mapping[str, Any]) -> None:
-    """What a reader would refuse is not written: wrong layers, foreign parameters, another fusion."""
-    layers = {int(path.split(".")[0].removeprefix("layers_")) for path in flat if path.startswith("layers_")}
-    if layers != set(range(config.num_layers)):
-        raise ConfigError(
-            f"{folder}: the parameters have layers {sorted(layers)}, the config {config.num_layers}"
-        )
-    expected = (config.hidden_size, len(config.taps) * config.hidden_size)
-    if "fc.weight" not in flat or tuple(flat["fc.weight"].shape) != expected:
-        raise ConfigError(f"{folder}: the parameters have no fc.weight of shape {list(expected)}")
-    for path in flat:
-        if DRAFT_HF.from_file(DRAFT_HF.to_file(path)) != path:
-            raise ConfigError(f"{folder}: parameter {path} is not one of a draft")

@@ -58,7 +58,6 @@ _TARGET = (
     ("lm_head", "lm_head", "output"),
 )
 _TARGET_PARAMETERS = _in_layer(_TARGET_LAYER_PARAMETERS)
-# GGUF drafts come in three dialects (llama.cpp, Luce, community), each with names of its own.
 _DRAFT = (
     ("fc", "fc"),
     ("hidden_norm", "hidden_norm"),
@@ -113,6 +112,13 @@ def target_gguf(hybrid: bool) -> Names:
         ((ours, _gguf(gguf, hybrid)) for ours, _, gguf in _TARGET),
         ((ours, gguf) for ours, _, gguf in _TARGET_PARAMETERS),
     )
+
+
+def draft_gguf(fc: str, hidden_norm: str, ffn_norm: str) -> Names:
+    """The dialects of GGUF drafts differ in three names."""
+    layers = ((a, ffn_norm if c == "ffn_norm" else c) for a, _, c in _LAYER)
+    blocks = ((f"layers_{{i}}.{ours}", f"blk.{{i}}.{theirs}") for ours, theirs in layers)
+    return Names([("fc", fc), ("hidden_norm", hidden_norm), *blocks, ("norm", "output_norm")])
 
 
 TARGET_HF = Names(((ours, hf) for ours, hf, _ in _TARGET), ((ours, hf) for ours, hf, _ in _TARGET_PARAMETERS))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import os
-import platform
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from dflash_jax.pair import Pair
+from dflash_jax.policy import Adaptive
+from dflash_jax.state import Options
 from infer.bench.measure import Bench, Prompts
-from infer.machine import describe_device, versions
+from infer.machine import hardware, versions
 
 _VALUES = 1024  # of each tensor
 
@@ -25,32 +24,20 @@ def about(bench: Bench, datasets: Sequence[Prompts], repeats: int) -> dict[str, 
         "target": {"source": pair.target.source, "weights": fingerprint(pair.target.params)},
         "draft": pair.draft and {"source": pair.draft.source, "weights": fingerprint(pair.draft.params)},
         "dtype": pair.dtype,
-        "hardware": hardware(pair),
+        "hardware": hardware(pair.device),
         "versions": versions(),
         "settings": {**bench.request(), "repeats": repeats},
-        "arms": {arm.name: repr(arm.options) for arm in bench.arms},
+        "arms": {arm.name: repr(_timeless(arm.options)) for arm in bench.arms},
         "prompts": {dataset.name: _digest(repr([p.tokens for p in dataset.prompts])) for dataset in datasets},
     }
 
 
-def hardware(pair: Pair) -> dict[str, Any]:
-    return {
-        "device": describe_device(pair.device),
-        "machine": platform.machine(),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "system": platform.system(),
-    }
-
-
-def _processor() -> str:
-    """The CPU's name; Linux keeps it in a file, elsewhere Python may know."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    named = (line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    return next(named, platform.processor())
+def _timeless(options: Options) -> Options:
+    """Without the times that an adaptive policy was given: measured again, they differ a little."""
+    if not isinstance(options.policy, Adaptive):
+        return options
+    policy = dataclasses.replace(options.policy, draft_ms=(), verify_ms=())
+    return dataclasses.replace(options, policy=policy)
 
 
 def fingerprint(params: Any) -> str:

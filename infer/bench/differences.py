@@ -8,7 +8,7 @@ from typing import Any
 
 from infer.bench.arms import AR
 from infer.bench.measure import Bench, Prompt, Record
-from infer.lossless import NEAR_TIES, Divergence, divergences
+from infer.lossless import Divergence, divergences
 
 
 def differences(bench: Bench, prompts: Sequence[Prompt], records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -33,9 +33,8 @@ def differences(bench: Bench, prompts: Sequence[Prompt], records: Sequence[Recor
                 [bench.seed_of(prompt)],
             )  # fmt: skip
         where = {name: getattr(record, name) for name in ("dataset", "line", "arm", "repeat")}
-        what = {name: value for name, value in asdict(known[key]).items() if name != "row"}
-        suspicious = not known[key].gap < NEAR_TIES[bench.pair.dtype]
-        found.append({**where, **what, "suspicious": suspicious})
+        what = {name: value for name, value in asdict(known[key]).items() if name not in ("row", "near_tie")}
+        found.append({**where, **what, "suspicious": not known[key].near_tie})
     return found
 
 

@@ -93,8 +93,12 @@ def figures(answers: Answers, arm: Arm) -> dict[str, Any]:
         "rows_per_round": _or_none(np.mean, nodes),
         "acceptance_by_position": whole.acceptance_by_position(),
         "histogram": whole.histogram() if committed else [],
-        "prefill_seconds": _or_none(np.median, [record.prefill_seconds for record in first]),
     }
+
+
+def prefill_seconds(answers: Answers) -> float:
+    """Median over prompts. One prefill serves all arms, so it is no figure of any of them."""
+    return float(np.median([record.prefill_seconds for record in answers.first(AR)]))
 
 
 def comparisons(answers: Answers, arms: Sequence[Arm], of: Mapping[str, Any]) -> list[dict[str, Any]]:

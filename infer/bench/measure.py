@@ -52,7 +52,8 @@ class Record:
     """One arm's answer to one prompt.
 
     seconds: of decoding, compiled before, until its arrays are ready; cpu_seconds: what the process computed in
-    them, all threads; what the prefill took is apart.
+    them, all threads. prefill_seconds: of the prompt's one prefill, which all arms start from, with the draft's
+    context where there is a draft.
     tokens: the output, of which the first is the prefill's. committed, sizes, nodes: of each round, the
     tokens kept, the most that could have been, and the rows that the target looked at.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dflash_jax import plain_json
 from dflash_jax.weights.atomic import replacing
 
 RESULTS, TABLE = "results.json", "table.md"
@@ -18,7 +18,7 @@ _WIDTH = 110  # of the table with its intervals
 
 
 def save(folder: Path, results: Mapping[str, Any]) -> None:
-    for name, text in ((RESULTS, json.dumps(results, indent=1) + "\n"), (TABLE, markdown(results))):
+    for name, text in ((RESULTS, plain_json.text(results, indent=1) + "\n"), (TABLE, markdown(results))):
         with replacing(folder / name) as file:
             file.write(text.encode())
 

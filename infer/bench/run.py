@@ -22,12 +22,13 @@ from rich.progress import (
 from dflash_jax.config import ConfigError
 from dflash_jax.generation import DraftWarning
 from dflash_jax.pair import Pair
+from dflash_jax.policy import Adaptive
 from dflash_jax.terminal import Screen
 from infer.bench import plots, report
 from infer.bench.about import about
 from infer.bench.arms import Arm
 from infer.bench.differences import count, differences
-from infer.bench.figures import ALL, by_dataset, comparisons, figures
+from infer.bench.figures import ALL, by_dataset, comparisons, figures, prefill_seconds
 from infer.bench.journal import Measured
 from infer.bench.measure import Bench, Prompt, Prompts
 from infer.session import Session
@@ -36,7 +37,8 @@ from infer.settings import Settings
 METHOD = (
     "Every prompt is prefilled once and decoded by every arm from that state, alone in its batch, the arms one after "
     "the other in an order that rotates from prompt to prompt; programs are compiled and run once before, and "
-    "compiling is in no figure. tokens/s: new tokens after the first, divided by the wall time of decoding; median "
+    "compiling is in no figure. The prefill, with the draft's context where there is a draft, is no part of an arm's "
+    "time. tokens/s: new tokens after the first, divided by the wall time of decoding; median "
     "and quartiles over prompts. x ar: median over prompts of the ratio to autoregressive decoding of the same "
     "prompt, with a 95 % bootstrap interval over prompts; the same in CPU time of the process, which other processes "
     "disturb less (it counts waiting threads, and says nothing of a GPU). tau: tokens per round over all rounds. rows: "
@@ -129,12 +131,18 @@ def collect(bench: Bench, datasets: Sequence[Prompts], measured: Measured) -> di
         tables[name] = {
             "prompts": len(answers.first(bench.arms[0].name)),
             "left_out": left_out[name],
+            "prefill_seconds": prefill_seconds(answers),
             "arms": arms,
             "comparisons": comparisons(answers, bench.arms, arms),
         }
     return {
         **measured.about,
         "method": METHOD,
+        "costs": {  # what the adaptive arms decided by
+            arm.name: {"draft_ms": arm.options.policy.draft_ms, "verify_ms": arm.options.policy.verify_ms}
+            for arm in bench.arms
+            if isinstance(arm.options.policy, Adaptive)
+        },
         "compile_seconds": measured.compile_seconds,
         "datasets": tables,
         "differences": found,

@@ -71,6 +71,7 @@ def test_every_arm_on_every_prompt(
     assert list(results["datasets"]) == ["a", "b", figures.ALL]
     assert [results["datasets"][name]["prompts"] for name in results["datasets"]] == [2, 3, 5]
     assert [results["datasets"][name]["left_out"] for name in results["datasets"]] == [1, 0, 1]
+    assert all(dataset["prefill_seconds"] > 0 for dataset in results["datasets"].values())
     whole = results["datasets"][figures.ALL]["arms"]
     assert list(whole) == NAMES == list(results["arms"])
     # The fluent target is always agreed with: 12 tokens after the first, in full blocks.
@@ -132,6 +133,13 @@ def test_a_wrong_answer_is_counted_and_fails(
     assert (difference["position"], difference["got"]) == (5, difference["expected"] + 1)
     counts = [results["datasets"][name]["arms"]["chain-4"]["differences"] for name in ("a", "b", figures.ALL)]
     assert [count["suspicious"] for count in counts] == [0, 1, 1]
+
+
+def test_results_are_valid_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "markdown", lambda _: "")
+    report.save(tmp_path, {"differences": [{"gap": float("inf")}]})
+    results = json.loads((tmp_path / report.RESULTS).read_text(), parse_constant=pytest.fail)
+    assert results == {"differences": [{"gap": None}]}
 
 
 def test_a_killed_run_continues(models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +292,12 @@ def test_adaptive_arms_are_measured_by_the_fastest_that_does_not_adapt() -> None
         "adaptive-4": ("chain-2", 0.5),
         "adaptive-tree-4-3": ("tree-4-3", pytest.approx(1 / 3)),
     }
+
+
+def test_the_prefill_is_a_figure_of_no_arm() -> None:
+    answers = Answers([record("ar", 0, 1.0), record("ar", 1, 5.0), record("chain-4", 0, 1.0)])
+    assert figures.prefill_seconds(answers) == 0.1
+    assert "prefill_seconds" not in figures.figures(answers, Arm("ar", "ar", AUTOREGRESSIVE))
 
 
 def test_an_answer_without_rounds_has_no_speed() -> None:

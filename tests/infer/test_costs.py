@@ -46,6 +46,24 @@ def test_trees_have_times_of_their_own(session: Session, cache) -> None:
     assert isinstance(policy, Adaptive) and len(policy.verify_ms) == 3
 
 
+def test_what_changes_the_times_changes_the_file(session: Session) -> None:
+    def key(options: Options = CHAIN, batch: int = 1, **pair: object) -> str:
+        assert isinstance(options.policy, Adaptive)
+        return costs.key(dataclasses.replace(session.pair, **pair), options.policy, options, batch)
+
+    others = [
+        key(batch=2),
+        key(dtype="bfloat16"),
+        key(dataclasses.replace(CHAIN, rollback="states")),
+        key(dataclasses.replace(CHAIN, tree=TreeShape(7))),
+        key(dataclasses.replace(CHAIN, tree=TreeShape(7, temperature=2.0))),
+        key(Options(Adaptive(SIZES, SIZES[1:]))),
+    ]
+    assert key() == key() and len({key(), *others}) == 1 + len(others)
+    timed = Options(dataclasses.replace(CHAIN.policy, draft_ms=(0.0, 1.0, 2.0)))
+    assert key(timed) == key(), "what was measured is no reason to measure again"
+
+
 @pytest.mark.parametrize(
     "damage", ["", "{", "[]", '{"draft_ms": [1], "verify_ms": [1]}', '{"draft_ms": "abc", "verify_ms": []}']
 )

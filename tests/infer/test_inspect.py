@@ -150,7 +150,7 @@ def test_demo_with_a_draft_that_helps(
 def test_a_difference_is_told_from_a_near_tie(fluent: Session) -> None:
     answer = fluent.complete("hi", Settings(max_new_tokens=3))
     for gap, near, said in ((1e-6, True, "near-tie at 1"), (0.5, False, "BUG at 1")):
-        both = demo.Both("hi", answer, answer, Divergence(0, 1, 97, 98, gap), near)
+        both = demo.Both("hi", answer, answer, Divergence(0, 1, 97, 98, gap, near))
         assert both.same().startswith(said)
 
 

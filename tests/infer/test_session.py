@@ -7,12 +7,17 @@ import json
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import folders
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.block import tree_block
 from dflash_jax.config import ConfigError
+from dflash_jax.sampling import Acceptance
+from dflash_jax.shortnames import Generation
 from infer.session import Completion, Session
 from infer.settings import Settings, plan
 from infer.trace import Trace
@@ -174,6 +179,8 @@ def test_a_stop_token_ends_the_text(models: Path) -> None:
         ({"block_size": 1}, "block_size is 1"),
         ({"stop": ("",)}, "stop string is empty"),
         ({"proposal": "sample"}, "needs a temperature above 0"),
+        ({"tree_budget": 16, "proposal": "sample", "temperature": 0.7}, "'sample' is for chains"),
+        ({"tree_budget": 16, "verify": "sequential"}, "cannot verify a tree"),
     ],
     ids=str,
 )
@@ -196,6 +203,25 @@ def test_settings_that_nobody_can_use(changes: dict, says: str) -> None:
 def test_a_setting_of_the_draft_without_a_draft_is_refused(plain: Session, changes: dict) -> None:
     with pytest.raises(ConfigError, match="needs a draft"):
         plan(plain.pair, settings(**changes))
+
+
+@pytest.mark.parametrize(
+    ("of_pair", "changes", "says"),
+    [
+        ({"mode": "tree"}, {"proposal": "sample", "temperature": 0.7}, "'sample' is for chains"),
+        ({"mode": "tree"}, {"verify": "sequential"}, "cannot verify a tree"),
+        ({"policy": "adaptive"}, {"proposal": "sample", "temperature": 0.7}, "needs a fixed policy"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_the_pairs_own_settings(
+    session: Session, of_pair: dict, changes: dict, says: str
+) -> None:
+    """Unless the request has its own."""
+    asked = dataclasses.replace(session.pair, generation=Generation(**of_pair))
+    with pytest.raises(ConfigError, match=says):
+        plan(asked, settings(**changes))
+    assert plan(asked, settings(mode="chain", policy="fixed", **changes)).mode == "chain"
 
 
 def test_a_larger_block_than_trained_is_refused(session: Session) -> None:
@@ -264,6 +290,22 @@ def test_trace_tells_every_round(fluent: Session, tmp_path: Path) -> None:
     assert first["round"] == 0 and first["size"] == 4 and first["path"] == [0, 1, 2, 3]
     assert [token["text"] for token in first["candidates"]] == ["a"] * 3
     assert [token["text"] for token in first["choices"]] == ["a"] * 4
+    assert first["parents"] == [0, 1, 2]
+
+
+def test_a_trace_of_a_tree_says_what_each_node_follows(session: Session) -> None:
+    parents = np.array([[-1, 0, 0, 2, 0]], np.int32)
+    block = tree_block(
+        jnp.full((1, 5), ord("a"), jnp.int32), jnp.asarray(parents), jnp.asarray([[True] * 4 + [False]])
+    )
+    ids = np.full((1, 5), ord("a"))
+    accepted = Acceptance(path=np.array([[0, 2, 3, 0, 0]]), count=np.array([3]), tokens=ids, choices=ids)
+    trace = Trace(session.pair)
+    before = SimpleNamespace(tokens=ids, anchor=ids[:, 0], rounds=0)
+    seen = SimpleNamespace(block=block, acceptance=accepted, kept=np.array([3]))
+    trace.on_round(before, SimpleNamespace(rounds=1), seen)
+    [found] = trace._rounds
+    assert (found["parents"], found["path"], found["size"]) == ([0, 0, 2], [0, 2, 3], 4)
 
 
 def test_trace_marks_the_explicit_bonus(fluent: Session) -> None:

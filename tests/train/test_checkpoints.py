@@ -50,6 +50,15 @@ def test_everything_comes_back(folder: Path) -> None:
     assert isinstance(params["a"]["weight"], np.ndarray)
 
 
+def test_only_who_writes_removes_what_is_half_written(folder: Path) -> None:
+    half = folder / "9.orbax-checkpoint-tmp-1"
+    half.mkdir()
+    for writing in (False, True):
+        with Checkpoints(folder, 1, writing) as checkpoints:
+            checkpoints.save(state(), saved(8 + writing))
+        assert half.exists() == (not writing)
+
+
 def test_other_dtypes_shapes_and_names_are_refused(folder: Path) -> None:
     with Checkpoints(folder, 1) as checkpoints:
         with pytest.raises(ConfigError, match=r"a\.weight is float32 \[2, 3\], but this run has bfloat16"):

@@ -81,6 +81,7 @@ def test_load_counts_what_it_drops_and_cuts(tmp_path: Path) -> None:
     assert report["tokens"] == training.length.sum()
     assert report["supervised"] == training.supervised.sum()
     assert max(training.length.max(), held.length.max()) == 64 == training.tokens.shape[1]
+    assert report["sources"] == [""]
     assert report["greedy"] == 0 and np.unique(training.temperature).tolist() == [0.5]
     json.dumps(report)
     for made in (training, held):
@@ -107,10 +108,14 @@ def test_answers_to_one_prompt_stay_on_one_side_and_held_out_ones_stay_out(tmp_p
     assert held < more_held and training < more_training
 
 
-def test_one_prompt_is_held_out_even_where_the_share_is_less(tmp_path: Path) -> None:
+def test_one_prompt_is_held_out_even_where_the_share_is_less(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(tmp_path / "conversations.jsonl", [(f"q{n}", "answer") for n in range(8)])
-    training, held, _ = corpus.load(settings(tmp_path, held_out=1e-9), ByteTokenizer())
+    with caplog.at_level(logging.WARNING, "train"):
+        training, held, _ = corpus.load(settings(tmp_path, held_out=1e-9), ByteTokenizer())
     assert (len(training), len(held)) == (7, 1)
+    assert "one is held out all the same, which may be trained on" in caplog.text
 
 
 def test_files_that_give_nothing_to_train_on_are_refused(tmp_path: Path) -> None:

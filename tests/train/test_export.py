@@ -120,6 +120,18 @@ def test_a_card_says_what_is_known_and_no_more() -> None:
     assert "copy of its last layers" not in text and "nan" not in text
 
 
+@pytest.mark.parametrize(
+    ("sources", "own"), [(["regenerate", "synthesize"], True), (["", "synthesize"], False), (None, False)]
+)
+def test_a_card_says_whose_answers_only_when_they_are_the_targets(
+    sources: list[str] | None, own: bool
+) -> None:
+    report = {"files": ["a.jsonl"]} | ({} if sources is None else {"sources": sources})
+    text = card.text(DRAFT, Settings(name="tiny", target="tiny"), {}, report, "d")
+    assert ("whose answers the target itself gave" in text) == own
+    assert ("not all of whose answers are known" in text) != own
+
+
 def test_a_card_shows_every_figure_by_slot() -> None:
     runs = [{"temperature": 0.7, "tau": 1.75, "rounds": 1234, "acceptance": [0.5, 0.25, 0.0]}]
     evaluation = {**EVALUATION, "decoder": {"prompts": "gsm8k.jsonl", "runs": runs}}
@@ -139,5 +151,6 @@ def test_a_card_shows_every_figure_by_slot() -> None:
         "| sliding window | 5, 2 layers |",
     ):
         assert row in text
+    assert "positions a device" not in text, "a microbatch is shared by all devices"
     assert "sampled answers" not in text, "there were none: nan is no figure"
     assert "base_model" not in text and "copy of its last layers" in text

@@ -15,7 +15,7 @@ from tiny import draft_config
 from dflash_jax import drafts
 from dflash_jax.config import ConfigError
 from dflash_jax.weights import hf
-from train import loop, pipeline, records
+from train import lock, loop, pipeline, plots, records
 from train.checkpoints import Checkpoints, about, read_params
 from train.settings import Optimizer
 
@@ -53,6 +53,19 @@ def test_a_finished_run_is_only_exported_again(finished: Path) -> None:
     assert fitting.fit(finished).step == 6
     assert fitting.metrics(finished) == before
     assert (finished / "draft" / "model.safetensors").exists()
+
+
+def test_fewer_steps_than_it_has_are_refused(finished: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoints.6: the run is beyond its 4 steps: raise run\.steps"):
+        fitting.fit(finished, steps=4)
+
+
+def test_a_folder_has_one_fit_at_a_time(tmp_path: Path) -> None:
+    with lock.alone(tmp_path), pytest.raises(ConfigError, match=r"another `fit` is running there"):
+        fitting.fit(tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+    with lock.alone(tmp_path):  # the file is there, as a killed run leaves it
+        pass
 
 
 @pytest.mark.parametrize(
@@ -129,6 +142,15 @@ def test_the_rate_rises_and_falls() -> None:
         [rates[7 - 1], rates[-1]], [2 * (0.1 + 0.9 * (1 + np.cos(np.pi * 3 / 7)) / 2), 0.2]
     )
     assert loop.learning_rate(Optimizer(rate=1.0, warmup=0.0), 0, 1) == 1.0
+
+
+def test_a_walk_that_is_no_number_is_drawn(tmp_path: Path) -> None:
+    slots = {"loss": 1.0, "accuracy": [0.5], "tau_uniform": 1.0}
+    with records.Records(fitting.job(tmp_path).settings, 0) as log:
+        for step, walk in ((1, float("nan")), (2, 1.5)):
+            log.write(records.EVALUATION, step, {**slots, "walk": walk})
+    assert [line["walk"] for line in fitting.metrics(tmp_path)] == [None, 1.5]
+    assert len(plots.draw(tmp_path)) == 3
 
 
 def test_metrics_of_a_killed_run_are_written_again(tmp_path: Path) -> None:

@@ -12,8 +12,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from dflash_jax import testing
+from dflash_jax.block import chain_block
+from dflash_jax.cache import target_cache
 from dflash_jax.config import ConfigError
 from dflash_jax.drafts import DFlash, abstract_params
+from dflash_jax.targets.decoder import TargetOutput
 from dflash_jax.testing import random_params
 from train import mesh, settings, step
 
@@ -87,6 +91,26 @@ def test_weights_are_cut_where_they_can_be() -> None:
         assert mesh.sharding(devices, shape).spec == parts, shape
     placed = mesh.place(devices, {"a": np.ones((64, 32), np.float32)})["a"]
     assert placed.addressable_shards[0].data.shape == (16, 32)
+
+
+def test_a_target_that_is_cut_says_the_same() -> None:
+    """Gated delta layers and experts over 8 devices: logits and features of one device."""
+    config = testing.target_config("qwen3_5_moe")
+    models = testing.make_models(config)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 12)).astype(np.int32)
+
+    @jax.jit
+    def forward(params: Any, tokens: jax.Array) -> TargetOutput:
+        cache = target_cache(config, 2, 0, jnp.float32)
+        return models.target.apply({"params": params}, chain_block(tokens), cache, (0, 2))
+
+    alone = forward(models.target_params, tokens)
+    devices = mesh.make(settings.Mesh(data=2, fsdp=4))
+    cut = mesh.place(devices, models.target_params)
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(cut))
+    found = forward(cut, jax.device_put(tokens, mesh.sharding(devices, ())))
+    for a, b in ((found.logits, alone.logits), (found.features, alone.features)):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_a_mesh_that_the_devices_do_not_make_is_refused() -> None:

@@ -225,6 +225,22 @@ def test_a_killed_run_continues_and_ends_as_if_it_had_not_been(
     assert "0 of them new" in capsys.readouterr().out
 
 
+def test_answers_of_another_target_or_other_sampling_are_not_continued(
+    folder: Path, asked: Path, tmp_path: Path
+) -> None:
+    wanted = settings(folder, asked, max_samples=1)
+    made = regenerated(wanted)
+    for name, value in (("temperature", 0.5), ("top_p", 1.0), ("seed", 1), ("answer_tokens", 5)):
+        with pytest.raises(
+            ConfigError, match=rf"regenerated\.jsonl: was made with {name} .*, but this run has"
+        ):
+            regenerate.run(settings(folder, asked, **{name: value}), Screen())
+    other = folders.target(tmp_path / "other", says=65)
+    with pytest.raises(ConfigError, match=r"regenerated\.jsonl: was made with target "):
+        regenerate.run(settings(other, asked), Screen())
+    assert regenerated(wanted) == made
+
+
 def test_more_samples_and_strangers_find_their_place(folder: Path, asked: Path) -> None:
     wanted = settings(folder, asked, max_samples=1)
     path = wanted.within(wanted.regenerate.out)

@@ -155,3 +155,6 @@ def test_a_killed_run_continues_without_a_repetition(
     before = path.read_bytes()
     assert synthesize.run(wanted, Screen()) == 0  # nothing is missing
     assert path.read_bytes() == before and "0 of them new" in capsys.readouterr().out
+    for name, value in {"seed": 1, "greedy": 0.25, "temperatures": (0.5, 0.8)}.items():
+        with pytest.raises(ConfigError, match=rf"conversations\.jsonl: was made with {name} "):
+            synthesize.run(settings(folder, tmp_path, **{name: value}), Screen())
