@@ -230,7 +230,7 @@ def run(settings: Settings, screen: Screen) -> int:
     took = time.monotonic() - began
     print(f"wrote {plan.positions:,} positions in {took:.0f} s ({plan.positions / took:,.0f}/s) to {folder}")
     print(
-        f"next: python -m train fit --config {settings.name} --features.source offline"
+        "next: python -m train fit, with the same flags and --features.source offline"
         + (
             f" --features.store {settings.features.store}"
             if settings.features.store != Path("features")
