@@ -35,8 +35,8 @@ def with_costs(pair: Pair, options: Options, batch: int) -> Options:
     if not isinstance(policy, Adaptive):
         return options
     if options.rollback == "replay":  # of the stepwise loop alone: its choices are those of a tape
-        timed = with_costs(pair, dataclasses.replace(options, rollback="tape"), batch)
-        return dataclasses.replace(timed, rollback="replay")
+        taped = with_costs(pair, dataclasses.replace(options, rollback="tape"), batch)
+        return dataclasses.replace(taped, rollback="replay")
     path = cache_folder() / "costs" / f"{key(pair, policy, options, batch)}.json"
     times = _read(path, policy)
     if times is None:
