@@ -15,7 +15,7 @@ from dflash_jax.streaming import StopStrings
 from dflash_jax.tree import TreeShape
 
 _ADAPTIVE_SIZES = (2, 4, 8, 16, 32)
-# The fastest of 8, 16, 22, 32 and 64 on two CPU cores (docs/candidates.md); where rows are cheap, more pay.
+# The fastest of 8, 16, 22, 32 and 64 on one CPU core (LOG.md); where rows are cheap, more pay.
 _TREE_BUDGET = 8
 
 
