@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
+from typing import Any
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -205,15 +206,19 @@ class TargetConfig:
     def hash(self) -> str:
         """sha256 of the architectural fields, equal for the Hugging Face and GGUF forms of one
         model. Rope scaling is left out: GGUF stores it as divisors, which do not determine it."""
-        fields = dataclasses.asdict(self)
+        fields = self.fields()
         fields["rope"] = {"theta": self.rope.theta}
-        fields.pop("max_positions")
         fields["rms_norm_eps"] = float(f"{self.rms_norm_eps:.6g}")
-        # what a model does not have does not count, so that dense models keep the hash of earlier versions
-        fields = {key: value for key, value in fields.items() if value is not None or key == "sliding_window"}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+    def fields(self) -> dict[str, Any]:
+        """What makes the model, without how far it may go. What a model does not have is left out, so that dense
+        models keep the digests of earlier versions."""
+        fields = dataclasses.asdict(self)
+        fields.pop("max_positions")
         if self.rotary_dim == self.head_dim:
             fields.pop("rotary_dim")
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        return {key: value for key, value in fields.items() if value is not None or key == "sliding_window"}
 
 
 @dataclass(frozen=True)

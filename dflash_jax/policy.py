@@ -154,11 +154,12 @@ class Adaptive:
         whole = jnp.asarray(self._whole)[block]
         verified = jnp.searchsorted(jnp.asarray(self.rows), seen.verified)
         times = jnp.where(drafts, jnp.asarray(self.verify_ms, jnp.float32)[jnp.stack([verified, whole])], 0.0)
-        sums = (accepted.sum(0, dtype=jnp.float32) * share, reached.sum(0, dtype=jnp.float32) * share)
-        now = (*sums, *more.sum(-1) * share, *times)
+        counts = jnp.stack([accepted, reached]).sum(1, dtype=jnp.float32)
+        now = (*(share * counts), *(share * more.sum(-1)), *times)
         old = (p.accepted, p.reached, p.kept, p.promised, p.spent, p.whole)
+        sums = [self.memory * was + new for was, new in zip(old, now, strict=True)]
         blind = jnp.where(drafts & (verified >= whole), 0, p.blind + 1)
-        return History(*(self.memory * was + new for was, new in zip(old, now, strict=True)), blind)
+        return History(*[*sums, blind])
 
     def choose(self, p: History, confidence: Float[Array, "B T"] | None = None) -> Int[Array, ""]:
         draft, verify = (jnp.asarray(ms, jnp.float32) for ms in (self.draft_ms, self.verify_ms))

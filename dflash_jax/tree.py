@@ -26,6 +26,8 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.block import Block, chain_block, tree_block
 from dflash_jax.config import ConfigError
 
+LARGEST = 1024  # candidates; published trees have up to 512
+
 
 @dataclass(frozen=True)
 class TreeShape:
@@ -39,6 +41,10 @@ class TreeShape:
     def __post_init__(self) -> None:
         if self.budget < 1:
             raise ConfigError(f"tree budget is {self.budget}: a tree has at least one candidate")
+        if self.budget > LARGEST:
+            raise ConfigError(
+                f"tree budget is {self.budget}: at most {LARGEST}, as memory grows with its square"
+            )
         if not self.temperature > 0:
             raise ConfigError(f"tree temperature is {self.temperature}: it must be positive")
 

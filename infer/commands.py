@@ -11,6 +11,7 @@ from dflash_jax import pair
 from dflash_jax.compile_cache import keep_compiled
 from dflash_jax.config import ConfigError, Overrides
 from dflash_jax.terminal import Screen
+from dflash_jax.weights.atomic import check_writable
 from infer import chat, check, convert, demo, inspect, timing
 from infer.bench import run as bench
 from infer.bench.arms import arms as compared
@@ -21,7 +22,7 @@ from infer.options import Bench, Chat, Check, Convert, Decoding, Demo, Generate,
 from infer.output import as_json, summary
 from infer.session import Session
 from infer.settings import Settings, plan
-from infer.trace import Trace, check_writable
+from infer.trace import Trace
 
 
 def run(flags: Any, screen: Screen) -> int:
@@ -185,7 +186,13 @@ def measure(flags: Time, screen: Screen) -> int:
         check_writable(flags.out)
     session = open_session(flags)
     loaded = session.pair
-    largest = max(flags.block_sizes)
+    largest, context = max(flags.block_sizes), loaded.target.config.max_positions
+    longest = flags.prompt_tokens + max(flags.new_tokens, 64) + largest
+    if 0 < context < longest:
+        raise ConfigError(
+            f"prompt_tokens, new_tokens and the largest block make {longest} positions, the context of "
+            f"{loaded.target.source} has {context}"
+        )
     if loaded.draft is None or loaded.draft.config.block_size < largest:
         loaded = loaded.with_draft(pair.random_draft(loaded.target, block_size=max(2, largest)))
     return timing.run(loaded, flags, screen)

@@ -60,8 +60,10 @@ def run(flags: Convert, screen: Screen) -> int:
 def _check_place(source: Source, place: Path, form: str) -> None:
     if place.exists() and place.resolve() == source.path.resolve():
         raise ConfigError(f"{place}: is the source: name another place")
-    if form == "hf" and place.is_file():
+    if form == "hf" and place.exists() and not place.is_dir():
         raise ConfigError(f"{place}: is a file: a Hugging Face model is a folder")
+    if any(parent.is_file() for parent in place.parents):
+        raise ConfigError(f"{place}: lies below a file: name another place")
     if form != "hf" and place.is_dir():
         raise ConfigError(f"{place}: is a folder: a GGUF model is one file, {place}/draft.gguf for one")
     if form == "hf" and place.suffix == ".gguf":
@@ -70,7 +72,7 @@ def _check_place(source: Source, place: Path, form: str) -> None:
 
 def _check_replaced(place: Path, draft: bool) -> None:
     """Nothing is overwritten but a model of the same role."""
-    if not place.is_file() and not (place / "config.json").exists():
+    if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
     try:
         same = is_draft(Source(str(place), place)) == draft

@@ -35,6 +35,9 @@ def with_costs(pair: Pair, options: Options, batch: int) -> Options:
     policy = options.policy
     if not isinstance(policy, Adaptive) or pair.models.in_pieces:
         return options
+    if options.rollback == "replay":  # of the stepwise loop alone: its choices are those of a tape
+        taped = with_costs(pair, dataclasses.replace(options, rollback="tape"), batch)
+        return dataclasses.replace(taped, rollback="replay")
     path = cache_folder() / "costs" / f"{key(pair, policy, options, batch)}.json"
     times = _read(path, policy)
     if times is None:

@@ -126,9 +126,14 @@ def numbered_prompts(path: str | Path, limit: int | None = None) -> dict[int, st
 def _prompt(name: Path, index: int, line: str) -> str:
     try:
         value = json.loads(line)
+    except ValueError:
+        raise ConfigError(f"{name}: line {index + 1} is not valid JSON") from None
+    try:
         turns = value["turns"] if "turns" in value else [value["prompt"]]
         if isinstance(turns[0], str) and turns[0]:
             return turns[0]
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (KeyError, IndexError, TypeError):
         pass
-    raise ConfigError(f'{name}: line {index + 1} has neither "turns": ["..."] nor "prompt": "..."')
+    raise ConfigError(
+        f'{name}: line {index + 1} has neither "turns": ["..."] nor "prompt": "..." with words in it'
+    )

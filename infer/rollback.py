@@ -43,10 +43,9 @@ from dflash_jax.pair import draft_shape
 from dflash_jax.policy import Fixed
 from dflash_jax.state import Models, Options
 from dflash_jax.terminal import Screen
-from dflash_jax.weights.atomic import replacing
+from dflash_jax.weights.atomic import check_writable, replacing
 from dflash_jax.weights.tensors import flatten
 from infer.machine import describe_device, versions
-from infer.trace import check_writable
 
 PROGRAM = "python -m infer.rollback"
 Part = Literal["layer", "rule", "prefill"]

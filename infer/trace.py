@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.config import ConfigError
 from dflash_jax.pair import Pair
 from dflash_jax.state import RoundState, RoundTrace
 from dflash_jax.weights.atomic import replacing
@@ -75,11 +74,3 @@ class Trace:
         }
         with replacing(path) as file:
             file.write((json.dumps(whole, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-def check_writable(path: Path) -> None:
-    """Before the work, not after it: the folder of the trace must exist."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path}: the folder {path.parent} does not exist: create it first")
-    if path.is_dir():
-        raise ConfigError(f"{path}: is a folder: give a file for the trace")

@@ -158,3 +158,11 @@ def test_training_metadata_is_part_of_the_config() -> None:
     stamped = testing.draft_config(TARGET, training=Training(loss_decay=4.0))
     assert stamped != DRAFT
     assert stamped.training.loss_decay == 4.0
+
+
+def test_what_a_model_does_not_have_is_in_no_digest() -> None:
+    """Feature stores and checkpoints know their target by these fields: a new kind of layer must not turn
+    a dense model into another one."""
+    dense = set(testing.target_config("qwen3").fields())
+    assert dense.isdisjoint({"recurrent", "moe", "rotary_dim", "max_positions"}) and "sliding_window" in dense
+    assert {"recurrent", "moe", "rotary_dim"} <= set(testing.target_config("qwen3_5_moe").fields())

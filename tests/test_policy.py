@@ -29,9 +29,9 @@ def seen(committed: list[int], drafted: int, expected: float = 1.0, verified: in
 def simulate(policy: Adaptive, accepts: float | list[float], rounds: int, seed: int = 0) -> list[int]:
     """Block sizes when every candidate is right with this probability (one for each round, if a list)."""
     rng, p, sizes = np.random.default_rng(seed), policy.init(), []
-    update = jax.jit(policy.update)
+    update, choose = jax.jit(policy.update), jax.jit(policy.choose)
     for i in range(rounds):
-        size = policy.sizes[int(policy.choose(p))]
+        size = policy.sizes[int(choose(p))]
         right = rng.random(size - 1) < (accepts[i] if isinstance(accepts, list) else accepts)
         committed = 1 + int(np.cumprod(right).sum())
         sizes.append(size)
@@ -44,12 +44,18 @@ def both_stages(
 ) -> tuple[list[int], list[int]]:
     """Block sizes and verified rows when every candidate is right with one probability, and the draft says another."""
     rng, p = np.random.default_rng(seed), policy.init()
-    update, sizes, rows = jax.jit(policy.update), [], []
+    update, before, after = (
+        jax.jit(policy.update),
+        jax.jit(lambda p: policy.choose(p)),
+        jax.jit(policy.choose),
+    )
+    sizes: list[int] = []
+    rows: list[int] = []
     weight = np.log(promises) * np.arange(max(policy.sizes[-1], policy.rows[-1]))
     for _ in range(rounds):
-        sizes.append(policy.sizes[int(policy.choose(p))])
+        sizes.append(policy.sizes[int(before(p))])
         known = np.where(np.arange(len(weight)) < sizes[-1], weight, -np.inf).astype(np.float32)
-        rows.append(policy.rows[int(policy.choose(p, jnp.asarray(known)[None]))])
+        rows.append(policy.rows[int(after(p, jnp.asarray(known)[None]))])
         looked = min(sizes[-1], rows[-1])
         committed = 1 + int(np.cumprod(rng.random(looked - 1) < accepts).sum())
         p = update(p, seen([committed], sizes[-1], float(np.exp(known[: rows[-1]]).sum()), rows[-1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from writers import BFLOAT16, assert_trees_equal, write_config
 from dflash_jax import targets
 from dflash_jax.config import FULL, SLIDING, ConfigError, RopeConfig, TargetConfig
 from dflash_jax.weights import hf, names
+from dflash_jax.weights.atomic import check_writable, replacing
 from dflash_jax.weights.tensors import flatten
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -276,3 +278,21 @@ def test_draft_names_go_both_ways() -> None:
     assert [names.DRAFT_HF.from_file(name) for name in tensors] == paths
     assert names.DRAFT_HF.from_file("layers.01.mlp.up_proj.weight") is None
     assert names.DRAFT_HF.from_file("lm_head.weight") is None
+
+
+# --- writing ------------------------------------------------------------------------------------------
+
+
+def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
+    """A pipe or a device (/dev/null, as root) would be gone, and a file in its place."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"old")
+    for name, says in (("pipe", "no regular file"), ("file/below", "create it first"), (".", "is a folder")):
+        with pytest.raises(ConfigError, match=says):
+            check_writable(tmp_path / name)
+        with pytest.raises(ConfigError, match=says), replacing(tmp_path / name) as file:
+            file.write(b"new")
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 2
+    with replacing(tmp_path / "file") as file:
+        file.write(b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"

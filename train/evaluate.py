@@ -26,7 +26,7 @@ from dflash_jax.policy import Fixed
 from dflash_jax.sampling import sampling
 from dflash_jax.state import Models, Options
 from dflash_jax.terminal import Screen
-from dflash_jax.weights.atomic import replacing
+from dflash_jax.weights.atomic import check_writable, replacing
 from train import build, corpus, trained
 from train import loss as losses
 from train.anchors import eligible
@@ -220,6 +220,8 @@ def sample(data: Corpus, count: int) -> Corpus:
 
 
 def run(settings: Settings, screen: Screen, draft: str | None, prompts: Path | None, out: Path | None) -> int:
+    if out is not None:
+        check_writable(out)
     target = build.load_target(settings)
     found = trained.load(settings, target, draft)
     config, params = found.config, found.params

@@ -60,8 +60,20 @@ def _name(source: str) -> str:
     return Path(source).name if Path(source).exists() else source
 
 
+def _check_place(folder: Path) -> None:
+    """Nothing is overwritten but a model's folder."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: is a file: a draft is a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder}: holds other files and no model: name another place")
+    if any(parent.is_file() for parent in folder.parents):
+        raise ConfigError(f"{folder}: lies below a file: name another place")
+
+
 def run(settings: Settings, screen: Screen, draft: str | None, out: Path | None) -> int:
     """A checkpoint of the run as a folder: the best one by default, in the place where `fit` puts its own."""
+    if out is not None:
+        _check_place(out)
     target = build.load_target(settings)
     path = trained.best(settings) if draft is None else Path(draft)
     if not trained.is_checkpoint(path):

@@ -83,9 +83,7 @@ def origin(target: pair.Target, setup: Setup) -> Origin:
 def target_digest(target: pair.Target) -> str:
     """sha256 of the target's config and of one row from the middle of every tensor, rounded to bfloat16:
     the same whatever dtype the target was loaded in."""
-    config = dataclasses.asdict(target.config)
-    config.pop("max_positions")
-    found = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    found = hashlib.sha256(json.dumps(target.config.fields(), sort_keys=True).encode())
     for name, leaf in sorted(flatten(target.params).items()):
         row = np.asarray(leaf[leaf.shape[0] // 2] if leaf.ndim > 1 else leaf)
         found.update(name.encode())
@@ -230,7 +228,7 @@ def run(settings: Settings, screen: Screen) -> int:
     took = time.monotonic() - began
     print(f"wrote {plan.positions:,} positions in {took:.0f} s ({plan.positions / took:,.0f}/s) to {folder}")
     print(
-        f"next: python -m train fit --config {settings.name} --features.source offline"
+        "next: python -m train fit, with the same flags and --features.source offline"
         + (
             f" --features.store {settings.features.store}"
             if settings.features.store != Path("features")

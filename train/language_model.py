@@ -69,7 +69,8 @@ def run(settings: Settings, screen: Screen) -> int:
         f"conversations in {time.monotonic() - began:.0f} s; loss {loss:.3f} nats a byte"
     )
     print(f"asked {prompt[0]['content']!r} it answers {words.decode(answer.tokens[0])!r}")
-    print("next: python -m train synthesize with the same --config")
+    target = "" if Path(settings.target) == folder else f" and --target {folder}"
+    print(f"next: python -m train synthesize, with the same flags{target}")
     return 0
 
 

@@ -356,5 +356,5 @@ def _closing(settings: Settings, outcome: Outcome) -> list[str]:
         f"trained {outcome.total} steps; the best checkpoint, step {found['step']}: tau {found['walk']:.3f} by the "
         f"walk, {found['tau_uniform']:.3f} at uniform anchors, on held-out conversations",
         f"draft: {settings.folder / trained.DRAFT}; curves: {folder / 'plots'}",
-        f"next: python -m train evaluate --config {settings.name}",
+        "next: python -m train evaluate, with the same flags",
     ]

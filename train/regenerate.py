@@ -118,8 +118,8 @@ def run(settings: Settings, screen: Screen) -> int:
         print(
             f"left out: {repeated:,} repeated prompts, {len(missing) - len(fitting):,} too long for the target"
         )
-    files = "" if wanted.out in settings.data.files else f" --data.files {wanted.out}"
-    print(f"next: python -m train fit --config {settings.name}{files}")
+    files = "" if wanted.out in settings.data.files else f" and --data.files {wanted.out}"
+    print(f"next: python -m train fit, with the same flags{files}")
     return 0
 
 

@@ -65,7 +65,7 @@ def run(settings: Settings, screen: Screen) -> int:
     print(
         f"{len(known) + made:,} conversations in {journal.path}, {made:,} of them new ({tokens:,} answer tokens)"
     )
-    print(f"next: python -m train fit --config {settings.name}")
+    print("next: python -m train fit, with the same flags")
     return 0
 
 

@@ -9,6 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from dflash_jax.config import ConfigError
+
+
+def check_writable(path: Path) -> None:
+    """Before the work, not after it: `path` is a file that can be replaced, or a new name in a folder."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: the folder {path.parent} does not exist: create it first")
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder: give a file")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: is no regular file, and is not replaced: give another name")
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
@@ -21,7 +33,11 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def replacing_name(path: Path) -> Iterator[Path]:
     """The same for a writer that opens its file itself: the name of an empty file beside `path`."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    check_writable(path)
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
     os.close(handle)
     try:
         yield Path(name)

@@ -42,6 +42,11 @@ def arms(
     the pair's. The first adaptive arm on a device measures what sizes cost there (infer/costs.py).
 
     ConfigError for an unknown kind, a repeated value, or what the draft cannot do."""
+    if not kinds:
+        raise ConfigError(f"--compare is empty: name some of {', '.join(KINDS)}")
+    trees = any(kind.endswith("tree") for kind in kinds)
+    if not trees and (settings.tree_chain_seed or settings.tree_temperature != 1.0):
+        raise ConfigError("--tree-chain-seed and --tree-temperature are of trees: --compare names none")
     for kind in kinds:
         if kind not in KINDS:
             raise ConfigError(f"--compare names '{kind}': it is one of {', '.join(KINDS)}")
@@ -56,7 +61,7 @@ def arms(
         raise ConfigError(
             f"comparing {', '.join(wanted)} needs a draft, and there is none: give one with --draft"
         )
-    if not budgets and any(kind.endswith("tree") for kind in wanted):
+    if not budgets and trees:
         raise ConfigError("--tree-budgets is empty: a tree needs a budget")
     chain = replace(settings, mode="chain", tree_chain_seed=False, tree_temperature=1.0)
     sizes = sorted(block_sizes) or [plan(pair, chain).block_size]

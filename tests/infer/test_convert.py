@@ -155,6 +155,17 @@ def test_only_a_model_of_the_same_role_is_replaced(command, tmp_path: Path) -> N
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_a_folder_of_other_files_is_left_alone(command, tmp_path: Path) -> None:
+    place = tmp_path / "mine"
+    place.mkdir()
+    (place / HF).write_text("mine")
+    code, _, error = command("convert", "draft", place, "--format", "hf")
+    assert code == 2 and "exists, and is no draft that could be replaced" in error
+    assert (place / HF).read_text() == "mine"
+    code, _, error = command("convert", "draft", place / HF / "below", "--format", "hf")
+    assert code == 2 and "lies below a file" in error
+
+
 def test_a_target_is_converted_too(command, tmp_path: Path) -> None:
     status, out, _ = command("convert", "target", tmp_path / "t.gguf", "--format", "gguf", "--type", "F32")
     assert status == 0 and "a target (GGUF, llama), F32, " in out and "no tokenizer" in out

@@ -64,6 +64,16 @@ def test_what_changes_the_times_changes_the_file(session: Session) -> None:
     assert key(timed) == key(), "what was measured is no reason to measure again"
 
 
+def test_replay_chooses_as_a_tape_does(session: Session, cache, monkeypatch) -> None:
+    """Replay is no mode of the compiled loop, which is what is timed."""
+    times = {"draft_ms": [0.0, 1.0, 2.0], "verify_ms": [3.0, 4.0, 5.0]}
+    asked = []
+    monkeypatch.setattr(costs, "measure", lambda pair, policy, options, batch: asked.append(options) or times)
+    timed = costs.with_costs(session.pair, dataclasses.replace(CHAIN, rollback="replay"), 1)
+    assert [options.rollback for options in asked] == ["tape"]
+    assert timed.rollback == "replay" and timed.policy == costs.with_costs(session.pair, CHAIN, 1).policy
+
+
 @pytest.mark.parametrize(
     "damage", ["", "{", "[]", '{"draft_ms": [1], "verify_ms": [1]}', '{"draft_ms": "abc", "verify_ms": []}']
 )

@@ -110,6 +110,19 @@ def test_what_is_no_checkpoint_is_an_error(settings: Settings, draft: str | None
 # --- the card -----------------------------------------------------------------------------------------
 
 
+def test_a_place_that_holds_something_else_is_left_alone(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("mine")
+    for place, says in (
+        ("mine", "no model"),
+        ("mine/README.md", "is a file"),
+        ("mine/README.md/x", "below a file"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            export.run(settings, Screen(), None, tmp_path / place)
+    assert (tmp_path / "mine" / "README.md").read_text() == "mine"
+
+
 def test_a_card_says_what_is_known_and_no_more() -> None:
     settings = Settings(name="qwen", target="Qwen/Qwen3-4B@abc", model=Model(start="random"))
     text = card.text(DRAFT, settings, {}, {}, "my-draft")

@@ -136,7 +136,7 @@ def test_the_answers_have_the_prompts_order(
     assert all(encode(c, tokenizer) is not None for c in made if len(c.tokens or ()) > 1)
     out = capsys.readouterr().out
     assert "5 conversations" in out and "1 repeated prompts, 1 too long" in out
-    assert "fit --config tiny --data.files regenerated.jsonl" in out
+    assert "train fit, with the same flags and --data.files regenerated.jsonl" in out
 
 
 def test_an_answer_depends_on_its_prompt_and_the_seed_alone(folder: Path, asked: Path) -> None:

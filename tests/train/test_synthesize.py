@@ -150,7 +150,7 @@ def test_a_killed_run_continues_without_a_repetition(
     assert len({(c.prompt, c.temperature) for c in conversations}) == 20
     assert {c.source for c in conversations} == {"synthesize"}
     out, err = capsys.readouterr()
-    assert f"20 conversations in {path}, 12 of them new" in out and "fit --config tiny" in out
+    assert f"20 conversations in {path}, 12 of them new" in out and "next: python -m train fit" in out
     assert "12 of 12 conversations" in err and "answer tokens/s" in err
     before = path.read_bytes()
     assert synthesize.run(wanted, Screen()) == 0  # nothing is missing
