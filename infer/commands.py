@@ -12,13 +12,25 @@ from dflash_jax.compile_cache import keep_compiled
 from dflash_jax.config import ConfigError, Overrides
 from dflash_jax.terminal import Screen
 from dflash_jax.weights.atomic import check_writable
-from infer import chat, check, convert, demo, inspect, timing
+from infer import chat, check, convert, demo, inspect, synthetic, timing
 from infer.bench import run as bench
 from infer.bench.arms import arms as compared
 from infer.clock import Clock
 from infer.datasets import find, label, numbered_prompts, read_prompts
 from infer.machine import describe_device
-from infer.options import Bench, Chat, Check, Convert, Decoding, Demo, Generate, Inspect, Placement, Time
+from infer.options import (
+    Bench,
+    Chat,
+    Check,
+    Convert,
+    Decoding,
+    Demo,
+    Generate,
+    Inspect,
+    Placement,
+    Synthetic,
+    Time,
+)
 from infer.output import as_json, summary
 from infer.session import Session
 from infer.settings import Settings, plan
@@ -41,6 +53,8 @@ def run(flags: Any, screen: Screen) -> int:
             return measure(flags, screen)
         case Bench():
             return compare(flags, screen)
+        case Synthetic():
+            return synthetic.run(flags, screen)
         case Inspect():
             screen.clear()
             return inspect.run(flags.path, flags.target)
@@ -223,4 +237,6 @@ def compare(flags: Bench, screen: Screen) -> int:
         bench.prompts(session, name, lines, flags.max_prompt_tokens, flags.raw)
         for name, lines in texts.items()
     ]
-    return bench.run(session.pair, arms, asked, wanted, flags.repeats, flags.out, screen)
+    return bench.run(
+        session.pair, arms, asked, wanted, flags.repeats, flags.out, screen, with_stages=flags.stages
+    )

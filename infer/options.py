@@ -382,7 +382,8 @@ class Bench(Models):
 
     compare: Words = ("ar", "chain")
     """ar, chain, tree, adaptive, adaptive-tree. Autoregressive decoding (ar) always runs: the others are compared
-    with it."""
+    with it. Other implementations, with the same weights: dflash, transformers (extra parity), llamacpp (extra
+    peers)."""
 
     block_sizes: Integers = ()
     """Blocks of the arms, anchor included: one arm each; adaptive ones get the largest. Default: the draft's."""
@@ -414,8 +415,58 @@ class Bench(Models):
     repeats: int = 1
     """Runs of each arm on each prompt; the median counts."""
 
+    stages: bool = False
+    """Also time the stages of each arm's round alone, against what the device can do (compiles each)."""
+
     out: Path | None = None
     """Folder for results.json, table.md, the plots and the journal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic:
+    """Time a model without its weights: random ones of the published shape, acceptance forced.
+
+    Autoregressive step, draft, verify and round by context and block size, and the speed-up that they mean for
+    tau = 2 to 10. --preset gpu: three models in six minutes on one large GPU.
+
+    python -m infer synthetic qwen3-8b --block-sizes 8,16 --contexts 1024,8192 --out synthetic
+
+    python -m infer synthetic --preset gpu --out synthetic
+    """
+
+    models: Annotated[Words, tyro.conf.Positional] = ()
+    """Names: smollm2-135m, llama-3.1-8b, qwen3-4b, qwen3-8b, qwen3-30b-a3b, qwen3.5-4b, qwen3.5-9b, qwen3.5-27b,
+    qwen3.5-35b-a3b."""
+
+    preset: Literal["gpu"] | None = None
+    """Models and sizes for one large GPU, in six minutes. Without a GPU: a small model on the CPU."""
+
+    block_sizes: Integers = (8, 16)
+    """Rows of a block, anchor included."""
+
+    contexts: Integers = (1024,)
+    """Committed positions at which a round is timed."""
+
+    draft_layers: int = 5
+    """Of the draft, whose layers are as wide as the target's."""
+
+    repeats: int = 5
+    """Runs behind each median."""
+
+    minutes: float = 60.0
+    """Start no further size after this; what was timed is kept."""
+
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of weights and caches. Default: float32 on a CPU, bfloat16 elsewhere."""
+
+    device: str | None = None
+    """cpu, gpu, tpu, or one of several: gpu:1. Default: JAX's choice."""
+
+    out: Path | None = None
+    """Folder for synthetic.json, synthetic.md and a plot, written after every size."""
+
+    debug: bool = False
+    """Show tracebacks and all log messages."""
 
 
 # In the order of the overview.
@@ -428,4 +479,5 @@ COMMANDS: dict[str, type] = {
     "check": Check,
     "time": Time,
     "bench": Bench,
+    "synthetic": Synthetic,
 }

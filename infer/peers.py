@@ -1,113 +1,221 @@
-"""The same work by others, in the same run: transformers, and the reference implementation (PyPI `dflash`).
+"""The same work by others, for comparison: transformers, the reference implementation (PyPI `dflash`), llama.cpp.
 
-Needs the extra `parity`. Both run with our parameters, written to a folder in Hugging Face's layout, in
-float32 on the CPU, so that only the implementation differs.
+All run with our parameters, written to files of their formats in the pair's dtype, on the pair's device, so that only
+the implementation differs. None of them is imported before it is asked for: they need the extra `parity`, llama.cpp
+the extra `peers`. Greedy decoding only.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from dflash_jax.config import ConfigError, DraftConfig, TargetConfig
-from dflash_jax.state import Models
-from dflash_jax.weights import hf
-from dflash_jax.weights.names import TARGET_HF
-from dflash_jax.weights.tensors import flatten
+from dflash_jax.config import ConfigError
+from dflash_jax.pair import DTYPES, Pair
+from dflash_jax.sources import find_target
+from dflash_jax.weights import gguf_export, hf
+from infer.machine import cores
+
+DFLASH = "dflash"
+NAMES = ("transformers", DFLASH, "llamacpp")
+_PACKAGES = {"transformers": "transformers", DFLASH: "dflash", "llamacpp": "llama_cpp_python"}
+
+Instant = tuple[float, float]  # seconds of wall clock, and of the CPU time of this process
 
 
-def _torch_target(config: TargetConfig, params: Mapping[str, Any]) -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+@dataclass(frozen=True)
+class Answer:
+    """tokens: the output. prefill, decoding: what came before and after its first token. committed: of each round."""
 
-    if config.family != "llama" or config.rope.type != "default" or config.rope.divisors:
-        raise ConfigError("the comparison with transformers is written for plain llama targets (smollm2)")
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            tie_word_embeddings=config.tie_word_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-            max_position_embeddings=config.max_positions or 8192,
-        )
-    )
-    tensors = {
-        TARGET_HF.to_file(path): torch.from_numpy(np.array(leaf, np.float32))
-        for path, leaf in flatten(params).items()
-    }
-    missing = model.load_state_dict(tensors, strict=False)
-    assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight"}
-    return model.eval()
-
-
-def _torch_draft(config: DraftConfig, params: Mapping[str, Any]) -> Any:
-    from dflash import model as reference
-
-    with tempfile.TemporaryDirectory() as folder:
-        hf.save_draft(Path(folder), config, params, np.float32)
-        return reference.DFlashDraftModel.from_pretrained(folder, dtype="float32").eval()
+    tokens: list[int]
+    prefill: Instant
+    decoding: Instant
+    committed: list[int]
 
 
 class Peers:
-    """Built once per run: loading them costs seconds."""
+    """Loads each of `names` once: it costs seconds, and memory for another copy of the weights."""
 
-    def __init__(self, models: Models):
+    def __init__(self, pair: Pair, names: Sequence[str]):
+        self._pair, self._names = pair, tuple(names)
+        self._run: dict[str, Callable[..., Answer]] = {}
         try:
-            import torch
-            from dflash import model as reference
+            if {"transformers", DFLASH} & set(names):
+                self._load_torch()
+            if "llamacpp" in names:
+                self._run["llamacpp"] = _LlamaCpp(pair).answer
         except ImportError as error:
+            extra = "peers" if error.name == "llama_cpp" else "parity"
             raise ConfigError(
-                "comparing needs torch, transformers and dflash: pip install -e '.[parity]'"
+                f"comparing with {', '.join(names)} needs {error.name}: pip install -e '.[{extra}]'"
             ) from error
-        reference._cuda_time = time.perf_counter  # its statistics assume a GPU
-        self.torch, self.reference = torch, reference
-        self.target = _torch_target(models.target.config, models.target_params)
-        self.draft = None
-        if models.draft is not None:
-            self.draft = _torch_draft(models.draft.config, models.draft_params)
 
-    def transformers(self, prompt: Sequence[int], new_tokens: int, repeats: int) -> dict[str, float]:
-        """`generate`, greedy, prefill included: tokens per second."""
-        ids = self.torch.tensor([list(prompt)])
-        times = []
-        for _ in range(repeats + 1):
-            start = time.perf_counter()
-            with self.torch.inference_mode():
-                out = self.target.generate(
-                    ids, attention_mask=self.torch.ones_like(ids), do_sample=False,
-                    max_new_tokens=new_tokens, min_new_tokens=new_tokens, pad_token_id=0,
-                )  # fmt: skip
-            times.append(time.perf_counter() - start)
-            assert out.shape[1] == len(prompt) + new_tokens
-        return {"tokens_per_second_with_prefill": new_tokens / statistics.median(times[1:])}
+    def _load_torch(self) -> None:
+        target = _TorchTarget(self._pair)
+        self._run["transformers"] = target.answer
+        if DFLASH in self._names:
+            self._run[DFLASH] = _TorchDraft(self._pair, target).answer
 
-    def dflash(self, prompt: Sequence[int], size: int, new_tokens: int, repeats: int) -> dict[str, float]:
-        """`dflash_generate`, greedy: milliseconds per round and the rest of its own statistics."""
-        runs = [
-            self.reference.dflash_generate(
-                self.draft, target=self.target, input_ids=self.torch.tensor([list(prompt)]),
-                max_new_tokens=new_tokens, stop_token_ids=None, block_size=size, return_stats=True,
+    def answer(
+        self, name: str, prompt: Sequence[int], new_tokens: int, stop_ids: Sequence[int], block_size: int = 1
+    ) -> Answer:
+        """At most new_tokens tokens, ending with one of stop_ids (no stop_ids: exactly new_tokens)."""
+        return self._run[name](list(prompt), new_tokens, list(stop_ids), block_size)
+
+    def versions(self) -> dict[str, str]:
+        packages = [_PACKAGES[name] for name in self._names] + ["torch"] * ("transformers" in self._run)
+        return {name: version(name) for name in sorted(packages)}
+
+
+def _since(start: Instant, end: Instant) -> Instant:
+    return end[0] - start[0], end[1] - start[1]
+
+
+class _TorchTarget:
+    """transformers, `generate` with its dynamic cache."""
+
+    def __init__(self, pair: Pair):
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.torch, self.place = torch, _torch_device(torch, pair)
+        self.dtype = getattr(torch, pair.dtype)
+        with tempfile.TemporaryDirectory() as folder:
+            hf.save_target(Path(folder), pair.target.config, _on_host(pair.target.params), DTYPES[pair.dtype])
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype)
+        self.model = model.to(self.place).eval()
+        self.model.generation_config.eos_token_id = None  # what ends an answer is said with each
+
+    def now(self) -> Instant:
+        if self.place == "cuda":
+            self.torch.cuda.synchronize()
+        return time.perf_counter(), time.process_time()
+
+    def ids(self, prompt: list[int]) -> Any:
+        return self.torch.tensor([prompt], device=self.place)
+
+    def answer(self, prompt: list[int], new_tokens: int, stop_ids: list[int], _: int) -> Answer:
+        ids, watch = self.ids(prompt), _FirstToken(self.now)
+        more = {"eos_token_id": stop_ids} if stop_ids else {"min_new_tokens": new_tokens}
+        begin = self.now()
+        with self.torch.inference_mode():
+            out = self.model.generate(
+                ids, attention_mask=self.torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens,
+                pad_token_id=0, streamer=watch, **more,
+            )  # fmt: skip
+        end = self.now()
+        tokens = out[0, len(prompt) :].tolist()
+        first = watch.first or end
+        return Answer(tokens, _since(begin, first), _since(first, end), [1] * (len(tokens) - 1))
+
+
+class _FirstToken:
+    """A streamer that notes when the first token came. `generate` gives it the prompt before."""
+
+    def __init__(self, now: Callable[[], Instant]):
+        self._now, self._calls = now, 0
+        self.first: Instant | None = None
+
+    def put(self, _: Any) -> None:
+        self._calls += 1
+        if self._calls == 2:
+            self.first = self._now()
+
+    def end(self) -> None:
+        pass
+
+
+class _TorchDraft:
+    """PyPI `dflash`, `dflash_generate`."""
+
+    def __init__(self, pair: Pair, target: _TorchTarget):
+        from dflash import model as reference
+
+        if pair.draft is None:
+            raise ConfigError("comparing with dflash needs a draft, and there is none: give one with --draft")
+        self.reference, self.target = reference, target
+        with tempfile.TemporaryDirectory() as folder:
+            hf.save_draft(Path(folder), pair.draft.config, _on_host(pair.draft.params), DTYPES[pair.dtype])
+            draft = reference.DFlashDraftModel.from_pretrained(folder, dtype=target.dtype)
+        self.draft = draft.to(target.place).eval()
+
+    def answer(self, prompt: list[int], new_tokens: int, stop_ids: list[int], block_size: int) -> Answer:
+        instants: list[Instant] = []
+
+        def clock() -> float:
+            """Its own is CUDA's. It asks four times: before and after the prompt, before and after decoding."""
+            instants.append(self.target.now())
+            return instants[-1][0]
+
+        self.reference._cuda_time = clock
+        run = self.reference.dflash_generate(
+            self.draft, target=self.target.model, input_ids=self.target.ids(prompt),
+            max_new_tokens=new_tokens, stop_token_ids=stop_ids or None, block_size=block_size,
+            return_stats=True,
+        )  # fmt: skip
+        return Answer(
+            run.output_ids[0, len(prompt) :].tolist(),
+            _since(*instants[:2]),
+            _since(*instants[2:]),
+            list(run.acceptance_lengths),
+        )
+
+
+class _LlamaCpp:
+    """llama.cpp through llama-cpp-python, autoregressive, with a cache in float32. A draft is not used."""
+
+    def __init__(self, pair: Pair):
+        import llama_cpp
+
+        source = find_target(pair.target.source).target
+        if not source.is_gguf:
+            raise ConfigError(
+                f"comparing with llamacpp needs a target from a .gguf file, whose vocabulary it can read: "
+                f"{pair.target.source} is a folder"
             )
-            for _ in range(repeats + 1)
-        ][1:]  # fmt: skip
-        per_round = [
-            run.time_per_output_token * run.num_output_tokens / len(run.acceptance_lengths) for run in runs
-        ]
-        return {
-            "round_ms": 1e3 * statistics.median(per_round),
-            "rounds": len(runs[0].acceptance_lengths),
-            "tau": statistics.mean(runs[0].acceptance_lengths),
-            "tokens_per_second": 1 / statistics.median(run.time_per_output_token for run in runs),
-        }
+        kind = {"float32": "F32", "bfloat16": "BF16"}[pair.dtype]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "target.gguf"
+            gguf_export.save_target(
+                path, pair.target.config, _on_host(pair.target.params), kind,
+                gguf_export.vocabulary(source.path),
+            )  # fmt: skip
+            self.model = llama_cpp.Llama(
+                str(path), n_ctx=min(pair.target.config.max_positions or 4096, 4096), n_threads=cores(),
+                n_threads_batch=cores(), type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+                n_gpu_layers=0 if pair.device.platform == "cpu" else -1, verbose=False,
+            )  # fmt: skip
+
+    def answer(self, prompt: list[int], new_tokens: int, stop_ids: list[int], _: int) -> Answer:
+        self.model.reset()
+        begin = time.perf_counter(), time.process_time()
+        tokens: list[int] = []
+        first = begin
+        for token in self.model.generate(prompt, temp=0.0, repeat_penalty=1.0):
+            if not tokens:
+                first = time.perf_counter(), time.process_time()
+            tokens.append(token)
+            if len(tokens) == new_tokens or token in stop_ids:
+                break
+        end = time.perf_counter(), time.process_time()
+        return Answer(tokens, _since(begin, first), _since(first, end), [1] * (len(tokens) - 1))
+
+
+def _on_host(params: Any) -> Any:
+    return jax.tree.map(np.asarray, params)
+
+
+def _torch_device(torch: Any, pair: Pair) -> str:
+    if pair.device.platform == "cpu":
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise ConfigError(f"torch sees no GPU here, and our models are on {pair.device}: add --device cpu")
+    return "cuda"

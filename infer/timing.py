@@ -13,6 +13,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from dflash_jax.tree import TreeShape
 from dflash_jax.weights.atomic import replacing
 from infer.machine import describe_device
 from infer.options import Time
+from infer.peers import Peers
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +62,12 @@ def interleaved(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
     return (np.median(turns / whole, axis=0) * np.median(whole)).tolist()
 
 
+def any_prompt(models: Models, length: int) -> list[int]:
+    """Arbitrary tokens: no time depends on which."""
+    rows = min(1000, models.target.config.vocab_size)
+    return np.random.default_rng(0).integers(0, rows, length).tolist()
+
+
 def generation(
     models: Models,
     prompt: Sequence[int],
@@ -88,42 +96,56 @@ def generation(
     }
 
 
-def stages(models: Models, prompt: Sequence[int], size: int, repeats: int) -> dict[str, float]:
-    """The stages of one round, each as a program of its own, from the state after the prompt."""
-    options = Options(Fixed(size))
+def parts(models: Models, prompt: Sequence[int], options: Options) -> dict[str, Callable[[], Any]]:
+    """The stages of one round, each to run alone, from the state after the prompt. Of a tree also what choosing its
+    candidates costs, a part of its draft: top_k (the best tokens of each depth) and tree (top_k included: the
+    prefixes, their parents and ancestors)."""
+    size = options.largest
     state = decode.prefill(models, [prompt], options, max_new_tokens=64)
     slots = next(n for n in prefixes(state.target_cache.slots, size) if n >= len(prompt))
-    draft, drafted = seconds(lambda: decode.propose_step(models, state, options, size, slots), repeats)
+    drafted = decode.propose_step(models, state, options, size, slots)
     block = drafted.candidates.block
-    verify, output = seconds(lambda: decode.verify_step(models, state, block, slots, options), repeats)
-    accept, verified = seconds(lambda: decode.judge_step(state, drafted, output, options), repeats)
-    write, _ = seconds(lambda: decode.write_step(models, state, verified, options), repeats)
-    whole, _ = seconds(lambda: decode.round_step(models, state, options), repeats)
-    named = {"draft": draft, "verify": verify, "accept": accept, "commit": write, "round": whole}
-    return {f"{name}_ms": 1e3 * value for name, value in named.items()}
+    output = decode.verify_step(models, state, block, slots, options)
+    verified = decode.judge_step(state, drafted, output, options)
+    found: dict[str, Callable[[], Any]] = {
+        "draft": partial(decode.propose_step, models, state, options, size, slots),
+        "verify": partial(decode.verify_step, models, state, block, slots, options),
+        "accept": partial(decode.judge_step, state, drafted, output, options),
+        "commit": partial(decode.write_step, models, state, verified, options),
+        "round": partial(decode.round_step, models, state, options),
+    }
+    if options.tree is not None:
+        shape, vocab = options.tree, models.target.config.vocab_size
+        logits = jax.random.normal(jax.random.key(0), (1, size - 1, vocab), jnp.float32)
+        found["top_k"] = partial(decode.top_k_step, logits, k=min(shape.budget, vocab))
+        found["tree"] = partial(decode.tree_step, state.anchor, logits, shape=shape)
+    return found
 
 
-def tree_stages(
-    models: Models, prompt: Sequence[int], size: int, budget: int, repeats: int
+def stages(models: Models, prompt: Sequence[int], options: Options, repeats: int) -> dict[str, float]:
+    """Milliseconds of `parts`, which take turns."""
+    found = parts(models, prompt, options)
+    times = interleaved(list(found.values()), repeats)
+    return {f"{name}_ms": 1e3 * time for name, time in zip(found, times, strict=True)}
+
+
+def peer(
+    peers: Peers, name: str, prompt: Sequence[int], size: int, new_tokens: int, repeats: int
 ) -> dict[str, float]:
-    """As `stages`, for the tree of `budget` candidates of a block; of its draft, what choosing costs: top_k (the
-    best tokens of each depth) and tree (top_k included: the prefixes, their parents and ancestors)."""
-    shape = TreeShape(budget)
-    options = Options(Fixed(size, budget + 1), tree=shape)
-    state = decode.prefill(models, [prompt], options, max_new_tokens=64)
-    slots = next(n for n in prefixes(state.target_cache.slots, size) if n >= len(prompt))
-    vocab = models.target.config.vocab_size
-    logits = jax.random.normal(jax.random.key(0), (1, size - 1, vocab), jnp.float32)
-    best, _ = seconds(lambda: decode.top_k_step(logits, k=min(budget, vocab)), repeats)
-    built, _ = seconds(lambda: decode.tree_step(state.anchor, logits, shape=shape), repeats)
-    draft, drafted = seconds(lambda: decode.propose_step(models, state, options, size, slots), repeats)
-    block = drafted.candidates.block
-    verify, output = seconds(lambda: decode.verify_step(models, state, block, slots, options), repeats)
-    accept, _ = seconds(lambda: decode.judge_step(state, drafted, output, options), repeats)
-    whole, _ = seconds(lambda: decode.round_step(models, state, options), repeats)
-    named = {"top_k": best, "tree": built, "draft": draft, "verify": verify, "accept": accept, "round": whole}
-    shares = {f"{name}_share": named[name] / whole for name in ("top_k", "tree")}
-    return {f"{name}_ms": 1e3 * value for name, value in named.items()} | shares
+    """As `generation`, of another implementation."""
+    answers = [peers.answer(name, prompt, new_tokens, (), size) for _ in range(repeats + 1)][1:]
+    prefill, loop = (
+        float(np.median([getattr(answer, what)[0] for answer in answers])) for what in ("prefill", "decoding")
+    )
+    rounds = len(answers[0].committed)
+    return {
+        "prefill_ms": 1e3 * prefill,
+        "round_ms": 1e3 * loop / rounds,
+        "rounds": rounds,
+        "tau": float(np.mean(answers[0].committed)),
+        "tokens_per_second": (new_tokens - 1) / loop,
+        "tokens_per_second_with_prefill": new_tokens / (loop + prefill),
+    }
 
 
 def by_length(
@@ -133,9 +155,7 @@ def by_length(
     short and a long loop, so that entering the loop (which copies the state) is not in it."""
     models = models if size > 1 else models.without_draft()
     options = Options(Fixed(size))
-    prompt = (
-        np.random.default_rng(0).integers(0, min(1000, models.target.config.vocab_size), committed).tolist()
-    )
+    prompt = any_prompt(models, committed)
     budget = rounds * size + 1
     state = decode.prefill(models, [prompt], options, max_new_tokens=budget, capacity=capacity)
     short = dataclasses.replace(state, limit=jnp.asarray([2 * size + 1], jnp.int32))
@@ -148,11 +168,7 @@ def run(pair: Pair, flags: Time, screen: Screen) -> int:
     """Print the tables, write `flags.out`."""
     models = pair.models
     assert pair.draft is not None
-    prompt = (
-        np.random.default_rng(0)
-        .integers(0, min(1000, pair.target.config.vocab_size), flags.prompt_tokens)
-        .tolist()
-    )
+    prompt = any_prompt(models, flags.prompt_tokens)
     console, figures = Console(file=sys.stdout), {}
     title = (
         f"target {pair.target.source}, draft {pair.draft.source}, {pair.dtype} on {describe_device(pair.device)}, "
@@ -163,12 +179,13 @@ def run(pair: Pair, flags: Time, screen: Screen) -> int:
         _log.info("timing block size %d", size)
         figures[f"block {size}"] = generation(models, prompt, size, flags.new_tokens, flags.repeats)
     for size in flags.block_sizes:
-        figures[f"stages of block {size}"] = stages(models, prompt, size, flags.repeats)
+        figures[f"stages of block {size}"] = stages(models, prompt, Options(Fixed(size)), flags.repeats)
         for budget in flags.tree_budgets:
             _log.info("timing trees of %d candidates at block size %d", budget, size)
-            figures[f"tree of {budget}, block {size}"] = tree_stages(
-                models, prompt, size, budget, flags.repeats
-            )
+            options = Options(Fixed(size, budget + 1), tree=TreeShape(budget))
+            of = stages(models, prompt, options, flags.repeats)
+            of |= {f"{name}_share": of[f"{name}_ms"] / of["round_ms"] for name in ("top_k", "tree")}
+            figures[f"tree of {budget}, block {size}"] = of
     if flags.lengths:
         for size in (1, flags.block_sizes[0]):
             _log.info("timing long caches at block size %d", size)
@@ -177,13 +194,13 @@ def run(pair: Pair, flags: Time, screen: Screen) -> int:
                 for committed, capacity in ((100, 256), (100, 8192), (4000, 8192))
             }
     if flags.compare:
-        from infer.peers import Peers
-
-        peers = Peers(models)
+        others = Peers(pair, ("transformers", "dflash"))
         _log.info("timing transformers and dflash")
-        figures["transformers"] = peers.transformers(prompt, flags.new_tokens, flags.repeats)
+        figures["transformers"] = peer(others, "transformers", prompt, 1, flags.new_tokens, flags.repeats)
         for size in flags.block_sizes:
-            figures[f"dflash block {size}"] = peers.dflash(prompt, size, flags.new_tokens, flags.repeats)
+            figures[f"dflash block {size}"] = peer(
+                others, "dflash", prompt, size, flags.new_tokens, flags.repeats
+            )
     screen.clear()
     console.print(title, highlight=False, soft_wrap=True)
     for what, values in figures.items():

@@ -16,6 +16,7 @@ from dflash_jax.cache import cache_bytes, trail_bytes
 from dflash_jax.config import FULL, TargetConfig
 from dflash_jax.weights import hf
 from dflash_jax.weights.tensors import flatten
+from infer.published import SHAPES
 
 QWEN35 = {
     "vocab_size": 248320, "head_dim": 256, "hidden_act": "silu", "rms_norm_eps": 1e-6,
@@ -73,6 +74,11 @@ MIB = 2**20
 def config_of(name: str) -> TargetConfig:
     with tempfile.TemporaryDirectory() as folder:
         return hf.target_config(writers.write_config(Path(folder) / "model", MODELS[name]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_shapes_that_speed_is_measured_of(name: str) -> None:
+    assert SHAPES[name.lower()] == config_of(name)
 
 
 def counted(c: TargetConfig) -> int:

@@ -7,19 +7,22 @@ from dataclasses import dataclass, replace
 
 from dflash_jax.config import ConfigError
 from dflash_jax.pair import Pair
+from dflash_jax.policy import Fixed
 from dflash_jax.state import AUTOREGRESSIVE, Options
 from infer.costs import with_costs
+from infer.peers import DFLASH
+from infer.peers import NAMES as PEERS
 from infer.settings import Settings, plan
 
 AR = "ar"
 FIXED, ADAPTIVE = ("chain", "tree"), ("adaptive", "adaptive-tree")
-KINDS = (AR, *FIXED, *ADAPTIVE)
+KINDS = (AR, *FIXED, *ADAPTIVE, *PEERS)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """name: "ar", "chain-6", "tree-6-16", "adaptive-6", "adaptive-tree-6-16": kind, block size (anchor included)
-    and, of a tree, budget (anchor excluded)."""
+    """name: "ar", "chain-6", "tree-6-16", "adaptive-6", "adaptive-tree-6-16", "dflash-6", "transformers": kind, block
+    size (anchor included) and, of a tree, budget (anchor excluded). options: of a peer its block size alone counts."""
 
     name: str
     kind: str
@@ -30,6 +33,11 @@ class Arm:
         return self.options.largest
 
     @property
+    def is_peer(self) -> bool:
+        """Another implementation (infer/peers.py)."""
+        return self.kind in PEERS
+
+    @property
     def budget(self) -> int | None:
         return self.options.tree.budget if self.options.tree else None
 
@@ -38,8 +46,9 @@ def arms(
     pair: Pair, kinds: Sequence[str], block_sizes: Sequence[int], budgets: Sequence[int], settings: Settings
 ) -> list[Arm]:
     """Autoregressive first (every other arm is compared with it), then each kind at every block size, trees
-    at every budget too. Adaptive arms choose among sizes themselves: they get the largest. No block_sizes:
-    the pair's. The first adaptive arm on a device measures what sizes cost there (infer/costs.py).
+    at every budget too, and other implementations. Adaptive arms choose among sizes themselves: they get the
+    largest. No block_sizes: the pair's. The first adaptive arm on a device measures what sizes cost there
+    (infer/costs.py).
 
     ConfigError for an unknown kind, a repeated value, or what the draft cannot do."""
     if not kinds:
@@ -55,6 +64,12 @@ def arms(
             raise ConfigError(f"--{name} names one of its values twice: each is measured once")
     wanted = [kind for kind in KINDS if kind in kinds and kind != AR]
     found = [Arm(AR, AR, AUTOREGRESSIVE)]
+    found += [Arm(kind, kind, AUTOREGRESSIVE) for kind in wanted if kind in PEERS and kind != DFLASH]
+    if settings.temperature and set(wanted) & set(PEERS):
+        raise ConfigError(
+            "other implementations have other random numbers: they are compared at temperature 0"
+        )
+    wanted = [kind for kind in wanted if kind not in PEERS or kind == DFLASH]
     if not wanted:
         return found
     if pair.draft is None:
@@ -66,6 +81,9 @@ def arms(
     chain = replace(settings, mode="chain", tree_chain_seed=False, tree_temperature=1.0)
     sizes = sorted(block_sizes) or [plan(pair, chain).block_size]
     for kind in wanted:
+        if kind == DFLASH:
+            found += [Arm(f"{kind}-{size}", kind, Options(Fixed(size))) for size in sizes]
+            continue
         base = replace(chain, policy="adaptive" if kind in ADAPTIVE else "fixed")
         shapes = [(f"{kind}-{size}", replace(base, block_size=size)) for size in sizes]
         if kind.endswith("tree"):

@@ -14,8 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from dflash_jax.generation import Generation
-from infer.bench.arms import ADAPTIVE, AR, Arm
+from infer.bench.arms import ADAPTIVE, AR, FIXED, Arm
 from infer.bench.measure import Record
+from infer.peers import DFLASH
 
 ALL = "all"  # of several datasets
 _RESAMPLES = 2000
@@ -102,14 +103,19 @@ def prefill_seconds(answers: Answers) -> float:
 
 
 def comparisons(answers: Answers, arms: Sequence[Arm], of: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Trees with the chain of their block size; adaptive arms with the fastest arm that does not adapt (by
+    """Trees with the chain of their block size, and chains with another implementation of it; autoregressive decoding
+    with others of it; adaptive arms with the fastest arm that does not adapt (by
     median ratio to autoregressive decoding; of chains for chains). of: the figures of every arm."""
     pairs = []
     for arm in arms:
         if arm.kind == "tree":
             pairs += [(arm, to) for to in arms if to.kind == "chain" and to.block_size == arm.block_size]
+        if arm.kind == "chain":
+            pairs += [(arm, to) for to in arms if to.kind == DFLASH and to.block_size == arm.block_size]
+        if arm.kind == AR:
+            pairs += [(arm, to) for to in arms if to.is_peer and to.kind != DFLASH]
         if arm.kind in ADAPTIVE:
-            fixed = [to for to in arms if to.kind not in ADAPTIVE and (arm.budget or not to.budget)]
+            fixed = [to for to in arms if to.kind in (AR, *FIXED) and (arm.budget or not to.budget)]
             pairs.append((arm, max(fixed, key=lambda to: of[to.name]["ratio"]["median"] or 0)))
     return [
         {

@@ -26,6 +26,7 @@ from dflash_jax.sampling import sampling
 from dflash_jax.state import Options, RoundState
 from infer.bench.arms import AR, Arm
 from infer.clock import Clock
+from infer.peers import Answer, Peers
 from infer.settings import Settings
 
 
@@ -80,6 +81,8 @@ class Bench:
         self.how = sampling(settings.temperature, settings.top_p, settings.top_k)
         self.largest = max(arm.options.largest for arm in arms)
         self._models = pair.models
+        others = [arm.kind for arm in arms if arm.is_peer]
+        self.peers = Peers(pair, list(dict.fromkeys(others))) if others else None
 
     def seed_of(self, prompt: Prompt) -> int:
         """Prompts are sampled with different draws, the arms on a prompt with the same."""
@@ -97,6 +100,9 @@ class Bench:
         compiling["prefill"] = seconds["compile"]
         limit = jnp.minimum(state.limit, 2 * self.largest + 1)
         for arm in self.arms:
+            if arm.is_peer:
+                self._ask(arm, prompt)
+                continue
             clock = Clock()
             with clock.stage("decode"):
                 jax.block_until_ready(self._decode(arm, dataclasses.replace(state, limit=limit)))
@@ -110,6 +116,9 @@ class Bench:
         for repeat in range(repeats):
             first = (turn * repeats + repeat) % len(self.arms)
             for arm in self.arms[first:] + self.arms[:first]:
+                if arm.is_peer:
+                    records.append(self._of_peer(arm, prompt, repeat))
+                    continue
                 begin, computed = time.perf_counter(), time.process_time()
                 end = jax.block_until_ready(self._decode(arm, state))
                 took = time.perf_counter() - begin, time.process_time() - computed
@@ -126,6 +135,20 @@ class Bench:
             )  # fmt: skip
             jax.block_until_ready(state)
         return state, clock.seconds
+
+    def _ask(self, arm: Arm, prompt: Prompt) -> Answer:
+        assert self.peers is not None
+        return self.peers.answer(
+            arm.kind, prompt.tokens, self.settings.max_new_tokens, self.pair.target.stop_ids, arm.block_size
+        )
+
+    def _of_peer(self, arm: Arm, prompt: Prompt, repeat: int) -> Record:
+        answer, size = self._ask(arm, prompt), arm.block_size
+        rounds, stopped = len(answer.committed), answer.tokens[-1] in self.pair.target.stop_ids
+        return Record(
+            prompt.dataset, prompt.line, arm.name, repeat, *answer.decoding, answer.prefill[0], answer.tokens,
+            "stop" if stopped else "length", answer.committed, [size] * rounds, [size] * rounds,
+        )  # fmt: skip
 
     def _decode(self, arm: Arm, state: RoundState) -> RoundState:
         if arm.kind == AR:

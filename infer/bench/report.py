@@ -14,6 +14,7 @@ from dflash_jax.weights.atomic import replacing
 
 RESULTS, TABLE = "results.json", "table.md"
 COLUMNS = ("arm", "tokens/s", "x ar", "x ar, CPU time", "tau", "rows", "ms/round", "differ")
+STAGES = ("arm", "draft", "verify", "accept", "commit", "round", "GB/s", "GFLOP/s")
 _WIDTH = 110  # of the table with its intervals
 
 
@@ -25,6 +26,11 @@ def save(folder: Path, results: Mapping[str, Any]) -> None:
 
 def markdown(results: Mapping[str, Any]) -> str:
     lines = [f"# {title(results)}", "", results["method"], ""]
+    if "stages" in results:
+        lines += ["## Stages alone", "", ceiling(results), ""]
+        lines += ["| " + " | ".join(STAGES) + " |", "|---" + "|---:" * (len(STAGES) - 1) + "|"]
+        lines += ["| " + " | ".join(row) + " |" for row in stage_rows(results["stages"])]
+        lines.append("")
     for name, dataset in results["datasets"].items():
         lines += [f"## {name}: {heading(dataset)}", ""]
         lines += ["| " + " | ".join(COLUMNS) + " |", "|---" + "|---:" * (len(COLUMNS) - 1) + "|"]
@@ -51,6 +57,14 @@ def show(results: Mapping[str, Any], console: Console) -> None:
         console.print(table)
         for said in compared(dataset):
             console.print(said, highlight=False, soft_wrap=True)
+    if "stages" in results:
+        table = Table(title="stages alone, ms", title_justify="left")
+        for column in STAGES:
+            table.add_column(column, justify="left" if column == "arm" else "right")
+        for row in stage_rows(results["stages"]):
+            table.add_row(*row)
+        console.print(table)
+        console.print(ceiling(results), highlight=False, soft_wrap=True)
     compiling = sum(sum(start.values()) for start in results["compile_seconds"])
     console.print(
         "tokens/s: of decoding, median and quartiles over prompts; x ar: median of paired ratios to autoregressive "
@@ -96,6 +110,30 @@ def compared(dataset: Mapping[str, Any]) -> Iterator[str]:
         speed, computed = ratio(pair["ratio"]), ratio(pair["cpu_ratio"])
         tau = number(pair["tau_ratio"], ".2f")
         yield f"{pair['arm']} against {pair['to']}: speed {speed}, in CPU time {computed}, tau x {tau}"
+    for arm, of in dataset["arms"].items():
+        if of.get("of_possible") is not None:
+            yield f"{arm}: {of['of_possible']:.2f} of tau * t_ar / (t_draft + t_verify), each timed alone"
+
+
+def stage_rows(stages: Mapping[str, Any]) -> Iterator[list[str]]:
+    """One per arm, a text for each of STAGES: milliseconds, then what the verify achieves of the ceilings."""
+    for arm, of in stages.items():
+        times = [number(of[f"{name}_ms"], ".1f") for name in STAGES[1:6]]
+        yield [
+            arm,
+            *times,
+            f"{of['verify_bytes_per_second'] / 1e9:.1f} ({of['verify_bytes_share']:.0%})",
+            f"{of['verify_flops_per_second'] / 1e9:.0f} ({of['verify_flops_share']:.0%})",
+        ]
+
+
+def ceiling(results: Mapping[str, Any]) -> str:
+    most = results["ceiling"]
+    return (
+        f"After a prompt of {results['prompt_tokens']} tokens. GB/s, GFLOP/s: of weights, in the verify, and their "
+        f"share of what large products reach on this device: {most['bytes_per_second'] / 1e9:.1f} GB/s "
+        f"(matrix and vector), {most['flops_per_second'] / 1e9:.0f} GFLOP/s (two matrices)."
+    )
 
 
 def acceptance(dataset: Mapping[str, Any]) -> Iterator[str]:

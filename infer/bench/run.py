@@ -24,13 +24,14 @@ from dflash_jax.generation import DraftWarning
 from dflash_jax.pair import Pair
 from dflash_jax.policy import Adaptive
 from dflash_jax.terminal import Screen
-from infer.bench import plots, report
+from infer.bench import plots, report, stages
 from infer.bench.about import about
 from infer.bench.arms import Arm
 from infer.bench.differences import count, differences
 from infer.bench.figures import ALL, by_dataset, comparisons, figures, prefill_seconds
 from infer.bench.journal import Measured
 from infer.bench.measure import Bench, Prompt, Prompts
+from infer.machine import revision
 from infer.session import Session
 from infer.settings import Settings
 
@@ -43,7 +44,8 @@ METHOD = (
     "prompt, with a 95 % bootstrap interval over prompts; the same in CPU time of the process, which other processes "
     "disturb less (it counts waiting threads, and says nothing of a GPU). tau: tokens per round over all rounds. rows: "
     "what the target verified per round. differ: answers whose tokens are not the autoregressive ones; a near-tie is "
-    "rounding, suspicious a bug."
+    "rounding, suspicious a bug. Other implementations (transformers, dflash, llamacpp) run with the "
+    "same weights in the same type, from their own prefill; theirs is timed from their first token on."
 )
 
 
@@ -64,9 +66,10 @@ def run(
     repeats: int,
     out: Path | None,
     screen: Screen,
+    with_stages: bool = False,
 ) -> int:
     """Measure what is not measured yet, print the table, write `out`. Exit status 1 when an answer differs from
-    the autoregressive one by more than a near-tie."""
+    the autoregressive one by more than a near-tie. with_stages: time the parts of a round alone, too."""
     asked = [prompt for dataset in datasets for prompt in dataset.prompts]
     longest = max(len(prompt.tokens) for prompt in asked)
     context = pair.target.config.max_positions
@@ -81,12 +84,15 @@ def run(
         warnings.simplefilter("ignore", DraftWarning)  # tau is in the table
         measure(bench, asked, repeats, measured, screen)
         results = collect(bench, datasets, measured)
+        if with_stages:
+            results |= stages.measure(bench, asked, results["datasets"])
     screen.clear()
     if out is not None:
         report.save(out, results)
         plots.draw(out, results)
     report.show(results, Console(file=sys.stdout))
-    return int(any(difference["suspicious"] for difference in results["differences"]))
+    ours = {arm.name for arm in arms if not arm.is_peer}
+    return int(any(of["suspicious"] and of["arm"] in ours for of in results["differences"]))
 
 
 def measure(bench: Bench, asked: Sequence[Prompt], repeats: int, measured: Measured, screen: Screen) -> None:
@@ -137,6 +143,7 @@ def collect(bench: Bench, datasets: Sequence[Prompts], measured: Measured) -> di
         }
     return {
         **measured.about,
+        "revision": revision(),
         "method": METHOD,
         "costs": {  # what the adaptive arms decided by
             arm.name: {"draft_ms": arm.options.policy.draft_ms, "verify_ms": arm.options.policy.verify_ms}

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dflash_jax import testing
 from dflash_jax.config import ConfigError
 from dflash_jax.fetch import FetchError
 from dflash_jax.policy import Adaptive, Fixed
@@ -19,11 +20,12 @@ from dflash_jax.tree import TreeShape
 from infer import datasets
 from infer.__main__ import main
 from infer.bench import arms as compared_arms
-from infer.bench import figures, measure, plots, report
+from infer.bench import figures, measure, plots, report, stages
 from infer.bench.arms import Arm, arms
 from infer.bench.figures import Answers
 from infer.bench.measure import Record
 from infer.parse import parse
+from infer.peers import Answer
 from infer.session import Session
 from infer.settings import Settings
 
@@ -133,6 +135,73 @@ def test_a_wrong_answer_is_counted_and_fails(
     assert (difference["position"], difference["got"]) == (5, difference["expected"] + 1)
     counts = [results["datasets"][name]["arms"]["chain-4"]["differences"] for name in ("a", "b", figures.ALL)]
     assert [count["suspicious"] for count in counts] == [0, 1, 1]
+
+
+class FakePeers:
+    """Says what a real one would, but for one token."""
+
+    def __init__(self, pair, names) -> None:
+        self.names = names
+
+    def answer(self, name, prompt, new_tokens, stop_ids, block_size) -> Answer:
+        said = [ord("a")] * new_tokens
+        committed = (
+            [1] * (new_tokens - 1) if block_size == 1 else [block_size] * ((new_tokens - 1) // block_size)
+        )
+        if name == "dflash":
+            said[3] += 1
+        return Answer(said, (0.5, 1.0), (2.0, 4.0), committed)
+
+    def versions(self) -> dict[str, str]:
+        return {name: "1.2" for name in self.names}
+
+
+def test_other_implementations_are_arms(
+    models: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compared with what does the same here; their wrong answers are counted, and are not our failure."""
+    monkeypatch.setattr(measure, "Peers", FakePeers)
+    flags = ("--compare", "chain,dflash,transformers", "--stages", "--out", str(folder / "out"))
+    assert bench(models, folder, *flags) == 0
+    results = json.loads((folder / "out" / report.RESULTS).read_text())
+    dataset = results["datasets"]["a"]
+    assert list(dataset["arms"]) == ["ar", "transformers", "chain-4", "dflash-4"]
+    assert [(of["arm"], of["to"]) for of in dataset["comparisons"]] == [
+        ("ar", "transformers"),
+        ("chain-4", "dflash-4"),
+    ]
+    arms = dataset["arms"]
+    assert arms["dflash-4"]["tau"] == 4 and arms["dflash-4"]["tokens_per_second"]["median"] == 12 / 2
+    assert arms["dflash-4"]["differences"]["suspicious"] == 2
+    assert arms["transformers"]["differences"]["differ"] == 0
+    assert results["versions"]["dflash"] == "1.2"
+    # The stages of ours alone, and how much of what they allow was reached.
+    assert list(results["stages"]) == ["ar", "chain-4"]
+    alone, ar = results["stages"]["chain-4"], results["stages"]["ar"]
+    possible = 4 * ar["round_ms"] / (alone["draft_ms"] + alone["verify_ms"])
+    assert arms["chain-4"]["of_possible"] == pytest.approx(arms["chain-4"]["ratio"]["median"] / possible)
+    assert "of_possible" not in arms["dflash-4"]
+    assert "stages alone" in capsys.readouterr().out
+    assert "## Stages alone" in (folder / "out" / report.TABLE).read_text()
+    assert bench(models, folder, "--compare", "transformers", "--temperature", "1") == 2
+    assert "are compared at temperature 0" in capsys.readouterr().err
+
+
+def test_work_of_a_forward() -> None:
+    """Every matrix once; of routed experts those that the rows use; an untied embedding is no matrix product."""
+    dense = testing.make_models(testing.target_config("qwen3"))
+    size, flops = stages.target_work(dense, 3)
+    matrices = 2 * (32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 48) + 32 * testing.VOCAB
+    assert (size, flops) == (4 * matrices, 2 * 3 * matrices)
+    size, flops = stages.draft_work(dense, 3)
+    layers = 2 * (32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 40)
+    assert (size, flops) == (4 * (layers + 32 * testing.VOCAB), 2 * (3 * layers + 2 * 32 * testing.VOCAB))
+    routed = testing.make_models(testing.target_config("qwen3_moe"))
+    experts = 5 * 3 * 32 * 12
+    one, two, many = (stages.target_work(routed, rows)[0] for rows in (1, 2, 9))
+    assert two - one == pytest.approx(4 * experts * 2 / 5) and many - one == pytest.approx(
+        4 * experts * 3 / 5
+    )
 
 
 def test_results_are_valid_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
