@@ -3,7 +3,7 @@
 A piece of the prompt is a chain block that is committed whole, so prefill is a verify that cannot fail. Two
 orders give the same caches: *token-segmented*, each chunk through all layers before the next chunk; and
 *layer-segmented*, all chunks through one layer before the next layer, which reads every weight once for the
-whole prompt and keeps the whole prompt's residuals instead (Luce's megakernel prefill; docs/concepts.md has
+whole prompt and keeps the whole prompt's residuals instead (Luce's megakernel prefill; docs/hybrid.md has
 the memory of both).
 """
 
