@@ -90,7 +90,7 @@ def _rows_of_hub(name: str) -> Iterable[Mapping[str, Any]]:
         import datasets  # slow to import, and only a first use needs it
     except ImportError:
         raise ConfigError(
-            f"dataset {name} is not here, and fetching it needs the package: pip install datasets; or {here}"
+            f"dataset {name} is not here, and fetching it needs the package: pip install -e '.[datasets]'; or {here}"
         ) from None
     try:
         return datasets.load_dataset(*asked.hub, split=asked.split)

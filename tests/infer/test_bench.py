@@ -41,6 +41,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "dflash-jax"
 
 
+@pytest.fixture(autouse=True)
+def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_BYTES", 2**20)
+    monkeypatch.setattr(stages, "_SIDE", 64)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two datasets of three prompts, one of them too long."""
@@ -446,6 +452,6 @@ def test_a_dataset_that_cannot_be_fetched(cache: Path, monkeypatch) -> None:
     with pytest.raises(FetchError, match=r"gsm8k could not be fetched .*\(no network\).*set DFLASH_DATASETS"):
         datasets.find("gsm8k")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match="pip install datasets"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[datasets\]'"):
         datasets.find("gsm8k")
     assert not (cache / "datasets").exists()

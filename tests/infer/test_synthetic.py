@@ -14,33 +14,32 @@ from dflash_jax.policy import Fixed
 from dflash_jax.state import Options
 from infer import published, synthetic
 from infer.__main__ import main
+from infer.bench import stages
 
 SIZE = 3
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two shapes with many tokens, so that random candidates are wrong."""
+    """A shape with many tokens, so that random candidates are wrong; and no time for ceilings."""
     monkeypatch.setitem(published.SHAPES, "tiny", testing.target_config("qwen3", vocab_size=257))
-    monkeypatch.setitem(published.SHAPES, "smollm2-135m", testing.target_config("llama", vocab_size=257))
+    monkeypatch.setattr(stages, "_BYTES", 2**20)
+    monkeypatch.setattr(stages, "_SIDE", 64)
 
 
 def test_a_row_for_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "out"
-    sizes = ("--block-sizes", f"2,{SIZE}", "--contexts", "9", "--draft-layers", "1", "--repeats", "1")
+    sizes = ("--block-sizes", str(SIZE), "--contexts", "9", "--draft-layers", "1", "--repeats", "1")
     assert main(["synthetic", "tiny", *sizes, "--out", str(out)]) == 0
     results = json.loads((out / synthetic.RESULTS).read_text())
-    assert [(row["model"], row["context"], row["block_size"]) for row in results["rows"]] == [
-        ("tiny", 9, 2),
-        ("tiny", 9, SIZE),
-    ]
-    row = results["rows"][-1]
+    [row] = results["rows"]
+    assert (row["model"], row["context"], row["block_size"]) == ("tiny", 9, SIZE)
     assert list(row["speedup"]) == ["2", "3"]
     assert row["speedup"]["3"] == pytest.approx(3 * row["ar_ms"] / row["round_ms"])
     assert set(row["stages"]) == {f"{name}_ms" for name in ("draft", "verify", "accept", "commit", "round")}
     assert min(results["ceiling"].values()) > 0 and results["settings"]["draft_layers"] == 1
     printed, table = capsys.readouterr().out, (out / synthetic.TABLE).read_text()
-    assert "tau * ar / round" in printed and table.count("| tiny | 9 |") == 2
+    assert "tau * ar / round" in printed and table.count("| tiny | 9 |") == 1
     assert (out / "speedup.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -56,11 +55,19 @@ def test_acceptance_is_forced() -> None:
     assert np.isfinite(np.asarray(models.target_params["lm_head"]["weight"])).all()
 
 
-def test_the_preset_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["synthetic", "--preset", "gpu", "--out", str(tmp_path)]) == 0
-    assert "preset gpu needs a GPU and there is none here" in capsys.readouterr().err
-    [row] = json.loads((tmp_path / synthetic.RESULTS).read_text())["rows"]
-    assert (row["model"], row["block_size"]) == ("smollm2-135m", 4)
+@pytest.mark.parametrize(("backend", "count"), [("cpu", 1), ("gpu", 3)])
+def test_the_preset(
+    backend: str, count: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several models for a GPU; where there is none, a small one, with a sentence."""
+    asked = []
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(synthetic, "random_models", lambda name, *_: asked.append(name))
+    monkeypatch.setattr(synthetic, "cells", lambda models, name, flags, begin: iter(()))
+    assert main(["synthetic", "--preset", "gpu"]) == 0
+    said = "preset gpu needs a GPU and there is none here" in capsys.readouterr().err
+    assert said == (backend == "cpu") and len(asked) == count
+    assert set(asked) <= set(published.SHAPES) and (asked == ["smollm2-135m"]) == said
 
 
 def test_no_size_is_begun_after_the_time(capsys: pytest.CaptureFixture[str]) -> None:
