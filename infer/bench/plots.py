@@ -1,4 +1,4 @@
-"""The curves: speed and tau against block size and tree budget, acceptance by position."""
+"""The speed of every arm; of ours the curves: speed and tau by block size and tree budget, acceptance by position."""
 
 from __future__ import annotations
 
@@ -13,20 +13,26 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from dflash_jax.weights.atomic import replacing
+from infer.bench.arms import ADAPTIVE, AR, FIXED
 from infer.bench.figures import ALL
 
+ARMS = "arms.png"
 NAMES = ("tokens_per_second.png", "ratio.png", "tau.png", "acceptance.png")
 
 
 def draw(folder: Path, results: Mapping[str, Any]) -> list[Path]:
-    """Writes NAMES into the folder, [] without any speculative arm."""
+    """Writes ARMS into the folder, and NAMES where an arm of ours speculates; [] with nothing to compare."""
     datasets = results["datasets"]
-    if all(of["kind"] == "ar" for dataset in datasets.values() for of in dataset["arms"].values()):
+    kinds = {of["kind"] for dataset in datasets.values() for of in dataset["arms"].values()}
+    if kinds == {AR}:
         return []
+    _write(folder / ARMS, _arms(datasets))
+    if not kinds & {*FIXED, *ADAPTIVE}:
+        return [folder / ARMS]
     for name in NAMES[:-1]:
         _write(folder / name, _sweep(datasets, name.removesuffix(".png")))
     _write(folder / NAMES[-1], _acceptance(datasets))
-    return [folder / name for name in NAMES]
+    return [folder / name for name in (ARMS, *NAMES)]
 
 
 _LABELS = {
@@ -38,6 +44,33 @@ _LABELS = {
 
 def _value(of: Mapping[str, Any], what: str) -> float | None:
     return of[what] if what == "tau" else of[what]["median"]
+
+
+def _arms(datasets: Mapping[str, Any]) -> Figure:
+    """Every arm's speed with its interval, a mark for each dataset and a larger one for all together."""
+    arms = list(next(iter(datasets.values()))["arms"])
+    figure = Figure(figsize=(7, 1.2 + 0.45 * len(arms)), layout="constrained")
+    axes = figure.subplots()
+    for number, (name, dataset) in enumerate(datasets.items()):
+        whole = name == ALL or len(datasets) == 1
+        shift = 0.0 if whole else 0.1 * (1 + number % 4)
+        for row, of in enumerate(dataset["arms"].values()):
+            ratio = of["ratio"]
+            if ratio["median"] is not None:
+                color = "black" if whole else f"C{number}"
+                axes.plot([ratio["low"], ratio["high"]], [row + shift] * 2, color=color, linewidth=1)
+                axes.plot(
+                    ratio["median"], row + shift, "D" if whole else "o", color=color,
+                    markersize=7 if whole else 4, label=name if row == 0 else None,
+                )  # fmt: skip
+    axes.axvline(1, color="gray", linestyle=":", linewidth=1)
+    axes.set_yticks(range(len(arms)), arms)
+    axes.invert_yaxis()
+    axes.set(xlabel=_LABELS["ratio"])
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3, axis="x")
+    axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
 
 
 def _sweep(datasets: Mapping[str, Any], what: str) -> Figure:

@@ -102,10 +102,10 @@ def test_every_arm_on_every_prompt(
     for name in NAMES:
         assert f"| {name} |" in table and name in printed
     assert "## a: 2 prompts (1 too long, left out)" in table and results["method"] in table
-    for name in plots.NAMES:
+    for name in (plots.ARMS, *plots.NAMES):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in out.iterdir()) == sorted(
-        [report.RESULTS, report.TABLE, "journal.jsonl", *plots.NAMES]
+        [report.RESULTS, report.TABLE, "journal.jsonl", plots.ARMS, *plots.NAMES]
     )
 
 
