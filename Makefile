@@ -1,6 +1,6 @@
 # The commands of the README and of .ci/run under short names. PYTEST_ARGS="-n 2 -k tree" narrows or widens.
 
-.PHONY: check lint test parity slow format docs
+.PHONY: check lint test parity slow notebooks docs format
 
 check: lint test
 
@@ -17,6 +17,11 @@ parity:
 
 slow:
 	pytest -m "slow or parity and slow" $(PYTEST_ARGS)  # naming parity enters tests/parity
+	jupyter execute notebooks/*.ipynb
+
+notebooks:  # what they show, written anew
+	jupytext --quiet --to ipynb notebooks/*.py
+	jupyter execute --inplace notebooks/*.ipynb
 
 docs:
 	mkdocs build --strict  # into site/, to be opened from there
