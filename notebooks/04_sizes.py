@@ -22,9 +22,9 @@
 # | trained with blocks of 16, decoded with blocks of 8 | 5.09 | |
 # | chain, tree (HumanEval; DDTree, arXiv 2604.12989) | 6.61, 9.67 | 4.84x, 6.90x |
 #
-# More candidates always raise tau, by less and less; speed has an optimum, since candidates cost. This
-# notebook looks for the same shapes on SmolLM2-135M with the shipped draft (2 layers, blocks of 6) and a
-# CPU. The numbers are smaller: the draft has seen little text, and on a CPU rows are far from free.
+# More candidates raise tau, by less and less; speed has an optimum, since candidates cost. This notebook
+# looks for the same shapes on SmolLM2-135M with the shipped draft (2 layers, blocks of 6) and a CPU. The
+# numbers are smaller: the draft has seen little text, and on a CPU rows are far from free.
 
 # %%
 import os
@@ -66,7 +66,8 @@ prompts = [Session(loaded).prompt(question) for question in questions]
 #
 # What `python -m infer bench --compare ar,chain,tree` does: every prompt is prefilled once, and every arm
 # decodes from that state, in turns. Compiling is apart. All answers are the autoregressive ones, token for
-# token.
+# token. The speeds below were taken on one core of a busy machine, so they are ratios of processor time;
+# the README has those of two cores.
 
 # %%
 settings = Settings(max_new_tokens=new_tokens)
