@@ -23,6 +23,8 @@
 # is a selection from it. An old state stays good, so there is no rollback code.
 
 # %%
+import os
+
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
@@ -35,6 +37,7 @@ from dflash_jax.tree import TreeShape
 
 keep_compiled()  # programs are kept in the user's cache folder: the second run of this notebook is quick
 plt.rcParams["figure.dpi"] = 80
+budget = 12 if "DFLASH_NOTEBOOK_SMOKE" in os.environ else 32  # new tokens; CI runs every notebook smaller
 
 loaded = pair.load("smollm2")
 models, tokenizer = loaded.models, loaded.target.tokenizer
@@ -68,7 +71,8 @@ print("taps (target layers whose outputs the draft sees):", models.taps)
 # %%
 options = Options(Fixed(6))  # blocks of 6: the anchor and 5 candidates
 prompt = tokenizer.chat([{"role": "user", "content": "Write a Python function that adds two numbers."}])
-state = decode.prefill(models, [prompt], options, max_new_tokens=32, stop_ids=loaded.target.stop_ids)
+stops = loaded.target.stop_ids
+state = decode.prefill(models, [prompt], options, max_new_tokens=budget, stop_ids=stops, capacity=128)
 
 print(len(prompt), "prompt tokens; committed:", int(state.target_cache.length[0]))
 print("anchor:", repr(word(state.anchor[0])))

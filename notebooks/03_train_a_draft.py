@@ -61,6 +61,7 @@ def train(command):
 
 # %%
 shared = "--config tiny --run.folder run --target run/target"
+shared += " --language_model.layers 1 --model.layers 1" if SMALL else ""
 steps = 4 if SMALL else 220
 train(f"target {shared} --language_model.length 128 --language_model.steps {steps}")
 
@@ -145,7 +146,7 @@ assert SMALL or evaluations[-1]["walk"] > evaluations[0]["walk"] > 1
 
 # %%
 learned = pair.load("run/target", "run/draft")
-untrained = learned.with_draft(pair.random_draft(learned.target, block_size=8, mask_token_id=259))
+untrained = learned.with_draft(pair.random_draft(learned.target, num_layers=learned.draft.config.num_layers))
 words = learned.target.tokenizer
 unseen = [question for question in questions(seed=11) if question not in asked][:16]
 prompts = [words.chat([{"role": "user", "content": question}]) for question in unseen]

@@ -22,9 +22,9 @@
 # | trained with blocks of 16, decoded with blocks of 8 | 5.09 | |
 # | chain, tree (HumanEval; DDTree, arXiv 2604.12989) | 6.61, 9.67 | 4.84x, 6.90x |
 #
-# More candidates always raise tau, by less and less; speed has an optimum, since candidates cost. This
-# notebook looks for the same shapes on SmolLM2-135M with the shipped draft (2 layers, blocks of 6) and a
-# CPU. The numbers are smaller: the draft has seen little text, and on a CPU rows are far from free.
+# More candidates raise tau, by less and less; speed has an optimum, since candidates cost. This notebook
+# looks for the same shapes on SmolLM2-135M with the shipped draft (2 layers, blocks of 6) and a CPU. The
+# numbers are smaller: the draft has seen little text, and on a CPU rows are far from free.
 
 # %%
 import os
@@ -66,13 +66,14 @@ prompts = [Session(loaded).prompt(question) for question in questions]
 #
 # What `python -m infer bench --compare ar,chain,tree` does: every prompt is prefilled once, and every arm
 # decodes from that state, in turns. Compiling is apart. All answers are the autoregressive ones, token for
-# token.
+# token. The speeds below were taken on one core of a busy machine, so they are ratios of processor time;
+# the README has those of two cores.
 
 # %%
 settings = Settings(max_new_tokens=new_tokens)
 chains = arms(loaded, ("chain",), block_sizes, (), settings)  # the first is autoregressive decoding
 trees = arms(loaded, ("tree",), (6,), budgets, settings)[1:]
-bench = Bench(loaded, [*chains, *trees], settings, max(map(len, prompts)) + new_tokens)
+bench = Bench(loaded, [*chains, *trees], settings, max(map(len, prompts)) + 40)
 asked = [Prompt("here", line, tuple(tokens)) for line, tokens in enumerate(prompts)]
 
 bench.warm_up(asked[0])
@@ -108,7 +109,9 @@ axes[1].plot(
     budgets, [found[f"tree-6-{budget}"]["tau"] for budget in budgets], "s-", color="C1", label="tree"
 )
 axes[1].axhline(found["chain-6"]["tau"], color="C0", ls="--", label="chain of 5 candidates")
-axes[1].set(xlabel="tree budget (candidates)", ylabel="tau", xticks=budgets, ylim=(0.9, None))
+axes[1].set_xscale("log", base=2)
+axes[1].set(xlabel="tree budget (candidates)", ylabel="tau", ylim=(0.9, None))
+axes[1].set_xticks(budgets, budgets)
 for panel in axes[:2]:
     panel.grid(alpha=0.3)
     panel.legend(frameon=False)
@@ -139,7 +142,7 @@ runs = {}
 for depth in depths:
     draft = pair.random_draft(loaded.target, num_layers=depth, block_size=6, mask_token_id=3)
     models = loaded.with_draft(draft).models
-    state = decode.prefill(models, [prompts[0]], options, max_new_tokens=16)
+    state = decode.prefill(models, [prompts[0]], options, max_new_tokens=32)
     slots = state.target_cache.slots
     runs[depth] = partial(decode.propose_step, models, state, options, 6, slots)
 block = runs[depths[0]]().candidates.block
@@ -149,11 +152,11 @@ times = dict(zip(runs, interleaved(list(runs.values()), 3 if SMALL else 25), str
 costs = {name: time / times["step"] for name, time in times.items()}  # in steps: seconds are this machine's
 even = [costs[depth] + costs["verify"] for depth in depths]
 
-figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
 axes.bar(depths, [costs["verify"]] * len(depths), 0.8, label="verify of 6 rows", color="0.7")
 axes.bar(depths, [costs[d] for d in depths], 0.8, [costs["verify"]] * len(depths), label="draft", color="C0")
 axes.set(xlabel="layers of the draft", ylabel="autoregressive steps\n= tau to break even", xticks=depths)
-axes.legend(frameon=False, loc="lower right")
+axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 for depth, tau in zip(depths, even, strict=True):
     print(f"{depth} layers: the draft costs {costs[depth]:.2f} steps, a round breaks even at tau {tau:.2f}")

@@ -52,6 +52,7 @@ from train import byte_vocabulary, language_model
 from train.settings import LanguageModel
 
 keep_compiled()
+budget = 12 if "DFLASH_NOTEBOOK_SMOKE" in os.environ else 32  # new tokens; CI runs every notebook smaller
 workplace = tempfile.TemporaryDirectory()
 os.chdir(workplace.name)
 
@@ -120,7 +121,8 @@ for name in ("draft", "draft-q8.gguf"):
     config = pair.draft_config(source, loaded.target.config)
     params = jax.tree.map(jax.numpy.asarray, pair.draft_params(source, config, np.dtype(np.float32)))
     models = loaded.with_draft(pair.Draft(config, loaded.draft.module, params, name)).models
-    state = decode.prefill(models, [prompt], Options(Fixed(6)), max_new_tokens=32, stop_ids=words.stop_ids)
+    request = {"max_new_tokens": budget, "stop_ids": words.stop_ids, "capacity": 128}
+    state = decode.prefill(models, [prompt], Options(Fixed(6)), **request)
     done = decode.finish(decode.generate(models, state, Options(Fixed(6))))
     taus[name], texts[name] = round(done.tau, 2), done.tokens
 alone = decode.finish(decode.generate_autoregressive(models, state))
