@@ -1,4 +1,5 @@
-"""Prompts of a benchmark: a JSONL file, `{"turns": ["user turn", ...]}` or `{"prompt": "..."}` a line, or a name.
+"""Prompts of a benchmark: a JSONL file, `{"turns": ["user turn", ...]}`, `{"prompt": "..."}` or `{"messages": [{"role":
+"user", "content": "..."}, ...]}` a line, or a name.
 
 The named ones are those of the papers, worded as the reference implementation words them
 (z-lab/dflash, dflash/benchmark.py). They are looked for in the folder $DFLASH_DATASETS, then in the user's
@@ -127,13 +128,18 @@ def _prompt(name: Path, index: int, line: str) -> str:
     try:
         value = json.loads(line)
     except ValueError:
-        raise ConfigError(f"{name}: line {index + 1} is not valid JSON") from None
+        raise ConfigError(
+            f"{name}: line {index + 1} is not valid JSON: a dataset has one JSON object a line"
+        ) from None
     try:
-        turns = value["turns"] if "turns" in value else [value["prompt"]]
+        if "messages" in value:
+            turns = [message["content"] for message in value["messages"] if message["role"] == "user"]
+        else:
+            turns = value["turns"] if "turns" in value else [value["prompt"]]
         if isinstance(turns[0], str) and turns[0]:
             return turns[0]
     except (KeyError, IndexError, TypeError):
         pass
     raise ConfigError(
-        f'{name}: line {index + 1} has neither "turns": ["..."] nor "prompt": "..." with words in it'
+        f'{name}: line {index + 1} has neither "turns": ["..."] nor "prompt": "..." nor "messages" with words in it'
     )

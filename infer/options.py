@@ -368,8 +368,8 @@ class Bench(Models):
     """
 
     dataset: Words
-    """JSONL files, one prompt a line ({"turns": ["..."]} or {"prompt": "..."}), or names: gsm8k, humaneval, mbpp,
-    mt-bench. Of conversations the first turn."""
+    """JSONL files, one prompt a line ({"turns": ["..."]}, {"prompt": "..."} or {"messages": [...]}), or names: gsm8k,
+    humaneval, mbpp, mt-bench. Of conversations the first turn."""
 
     max_samples: int = 20
     """At most this many prompts of each dataset, spread evenly over it."""

@@ -85,7 +85,9 @@ class _TorchTarget:
     def __init__(self, pair: Pair):
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         self.torch, self.place = torch, _torch_device(torch, pair)
         self.dtype = getattr(torch, pair.dtype)
         with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ import dataclasses
 import io
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -48,10 +49,8 @@ TAUS = tuple(range(2, 11))
 RESULTS, TABLE = "synthetic.json", "synthetic.md"
 COLUMNS = ("model", "context", "block", "ar", "draft", "verify", "commit", "all kept", "none kept",
            *(f"x at tau {tau}" for tau in (2, 4, 6, 8)))  # fmt: skip
-_ROUNDS = {
-    "all": 16,
-    "none": 4,
-}  # between the two ends of a slope; a round that keeps one token is done block times
+# Rounds of the longer loop of a slope. One that keeps nothing but its own token is done block times as often.
+_ROUNDS = {"all": 16, "none": 4}
 
 
 def run(flags: Synthetic, screen: Screen) -> int:
@@ -60,19 +59,43 @@ def run(flags: Synthetic, screen: Screen) -> int:
     _check(flags)
     device = pair.pick_device(flags.device)
     dtype = flags.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+    if flags.out is not None:
+        _new_folder(flags.out)
     begin, results = time.perf_counter(), _about(flags, device, dtype)
     with jax.default_device(device):
         results["ceiling"] = ceiling(device, pair.DTYPES[dtype])
         for name in flags.models:
+            if _used_up(flags, begin):
+                _log.warning("the %g minutes are used up: %s is not timed", flags.minutes, name)
+                continue
             models = random_models(name, max(flags.block_sizes), flags.draft_layers, dtype, device)
             for row in cells(models, name, flags, begin):
                 results["rows"].append(row)
                 _save(flags.out, results)
+            del models  # before the next is made: two may be more than the device holds
+    if not results["rows"]:
+        raise ConfigError(f"nothing was timed in --minutes {flags.minutes:g}: give more")
     results["seconds"] = time.perf_counter() - begin
     _save(flags.out, results)
     screen.clear()
     show(results, Console(file=sys.stdout))
     return 0
+
+
+def _new_folder(folder: Path) -> None:
+    """Before the work, not after it. Results of another run are not replaced: they may have cost an hour of a GPU."""
+    if (folder / RESULTS).exists():
+        raise ConfigError(
+            f"{folder / RESULTS}: is of another run: give another folder with --out, or remove it"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: --out cannot be written ({error.strerror})") from None
+
+
+def _used_up(flags: Synthetic, begin: float, more: float = 0.0) -> bool:
+    return time.perf_counter() + more - begin > 60 * flags.minutes
 
 
 def _preset(flags: Synthetic) -> Synthetic:
@@ -95,6 +118,13 @@ def _check(flags: Synthetic) -> None:
     for name in flags.models:
         if name not in SHAPES:
             raise ConfigError(f"no shape has the name '{name}'{nearest(name, SHAPES)}: {', '.join(SHAPES)}")
+    for flag, values in (
+        ("models", flags.models),
+        ("--block-sizes", flags.block_sizes),
+        ("--contexts", flags.contexts),
+    ):
+        if len(set(values)) < len(values):
+            raise ConfigError(f"{flag}: one of the values is named twice, and each is timed once")
     if min((*flags.block_sizes, 2)) < 2 or not flags.block_sizes or not flags.contexts:
         raise ConfigError("--block-sizes needs blocks of at least 2, --contexts at least one length")
     if min(*flags.contexts, flags.repeats, flags.draft_layers) < 1 or flags.minutes <= 0:
@@ -130,14 +160,24 @@ def random_models(name: str, block_size: int, draft_layers: int, dtype: str, dev
     sizes = [math.prod(leaf.shape) for tree in abstract.values() for leaf in flatten(tree).values()]
     needed = sum(sizes) * pair.DTYPES[dtype].itemsize
     pair.say_memory(f"random weights of {name} and a draft of {draft_layers} layers", needed, device)
-    free = (device.memory_stats() or {}).get("bytes_limit")
-    if free and needed > free:
+    free = _free(device)
+    if free is not None and needed > free:
         raise ConfigError(
-            f"{name} needs {needed / 2**30:.0f} GiB, {describe_device(device)} has {free / 2**30:.0f}"
+            f"{name} needs {needed / 2**30:.0f} GiB, {describe_device(device)} has {free / 2**30:.0f} free"
         )
     with jax.default_device(device):
         target_params, draft_params = (_random(tree, pair.DTYPES[dtype]) for tree in abstract.values())
     return Models(target_params, draft_params, targets.make_target(target), DFlash(draft))
+
+
+def _free(device: jax.Device) -> int | None:
+    """Bytes of memory that may be taken; None where nobody says."""
+    known = device.memory_stats() or {}
+    if "bytes_limit" in known:
+        return known["bytes_limit"] - known.get("bytes_in_use", 0)
+    if device.platform == "cpu" and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def _random(abstract: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
@@ -169,17 +209,15 @@ def cells(models: Models, name: str, flags: Synthetic, begin: float) -> Iterator
     alike, last = agreeing(models), 0.0
     for context in flags.contexts:
         slots = bucket(context + 20 * max(flags.block_sizes))
-        ar = None
         for size in sorted(flags.block_sizes):
             started = time.perf_counter()
-            if started + last - begin > 60 * flags.minutes:
+            if _used_up(flags, begin, last):
                 _log.warning(
                     "the %g minutes are used up: what is left of %s is not timed", flags.minutes, name
                 )
                 return
-            _log.info("%s, %d positions, blocks of %d", name, context, size)
-            if ar is None:
-                ar = by_length(models, 1, context, slots, flags.repeats, _ROUNDS["all"])
+            _log.warning("%s: %d positions, blocks of %d", name, context, size)
+            ar = by_length(models, 1, context, slots, flags.repeats, _ROUNDS["all"])
             rounds = {
                 kept: by_length(of, size, context, slots, flags.repeats, _ROUNDS[kept])
                 for kept, of in (("all", alike), ("none", models))
@@ -218,7 +256,7 @@ def title(results: Mapping[str, Any]) -> str:
 
 def show(results: Mapping[str, Any], console: Console) -> None:
     if not console.is_terminal:
-        console.width = max(console.width, 140)
+        console.width = max(console.width, 180)
     console.print(title(results), highlight=False, soft_wrap=True)
     table = Table()
     for column in COLUMNS:

@@ -153,8 +153,8 @@ for name in ("tape", "states", "replay"):
 # ## What it costs in memory
 #
 # What a verify leaves behind until it is committed, for the shape of Qwen3.5-27B (64 layers, three of four
-# recurrent; float32 states and tapes, bfloat16 keys and values). A node of a tape is about a hundred times
-# smaller than a state.
+# recurrent; float32 states and tapes, bfloat16 keys and values). A node of a tape is some fifty times smaller
+# than a state.
 
 # %%
 deep = dataclasses.replace(QWEN35_27B, num_layers=64, layer_types=QWEN35_27B.layer_types * 16)

@@ -168,5 +168,6 @@ else:
 #
 # The first counts candidates, the second the anchor too. llama.cpp takes `draft.gguf` beside a GGUF of the
 # target; convert a llama, qwen2 or qwen3 target with `python -m infer convert FOLDER target.gguf --format
-# gguf`. (Files of ours were read back by gguf-py and by independent readers in the tests; llama.cpp itself
-# has not loaded one yet.) A draft that was trained here is in `runs/NAME/draft`, ready for all of this.
+# gguf`. (llama.cpp loads our drafts and decodes our targets to the same tokens, where it is installed:
+# `tests/parity/test_llama_cpp.py`; with the draft it was not run yet.) A draft that was trained here is in
+# `runs/NAME/draft`, ready for all of this.

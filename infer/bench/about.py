@@ -25,9 +25,9 @@ def about(bench: Bench, datasets: Sequence[Prompts], repeats: int) -> dict[str, 
         "draft": pair.draft and {"source": pair.draft.source, "weights": fingerprint(pair.draft.params)},
         "dtype": pair.dtype,
         "hardware": hardware(pair.device),
-        "versions": versions() | (bench.peers.versions() if bench.peers else {}),
         "settings": {**bench.request(), "repeats": repeats},
         "arms": {arm.name: repr(_timeless(arm.options)) for arm in bench.arms},
+        "versions": versions() | (bench.peers.versions() if bench.peers else {}),
         "prompts": {dataset.name: _digest(repr([p.tokens for p in dataset.prompts])) for dataset in datasets},
     }
 

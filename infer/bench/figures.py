@@ -19,7 +19,7 @@ from infer.bench.measure import Record
 from infer.peers import DFLASH
 
 ALL = "all"  # of several datasets
-_RESAMPLES = 2000
+_RESAMPLES, _FEW = 2000, 5
 
 Clock = Literal["seconds", "cpu_seconds"]
 
@@ -137,9 +137,11 @@ def quartiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def median_of_ratios(ratios: np.ndarray) -> dict[str, float | int | None]:
-    """low, high: percentile bootstrap over prompts, the same resamples for the same number of prompts."""
-    if not len(ratios):
-        return {"median": None, "low": None, "high": None, "prompts": 0}
+    """low, high: percentile bootstrap over prompts, the same resamples for the same number of prompts. None for fewer
+    than 5 prompts, of which resamples show less than there is to know: of one, that it is certain."""
+    if len(ratios) < _FEW:
+        median = float(np.median(ratios)) if len(ratios) else None
+        return {"median": median, "low": None, "high": None, "prompts": len(ratios)}
     picks = np.random.default_rng(0).integers(0, len(ratios), (_RESAMPLES, len(ratios)))
     low, high = np.quantile(np.median(ratios[picks], axis=1), (0.025, 0.975)).tolist()
     return {"median": float(np.median(ratios)), "low": low, "high": high, "prompts": len(ratios)}

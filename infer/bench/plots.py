@@ -58,7 +58,8 @@ def _arms(datasets: Mapping[str, Any]) -> Figure:
             ratio = of["ratio"]
             if ratio["median"] is not None:
                 color = "black" if whole else f"C{number}"
-                axes.plot([ratio["low"], ratio["high"]], [row + shift] * 2, color=color, linewidth=1)
+                if ratio["low"] is not None:
+                    axes.plot([ratio["low"], ratio["high"]], [row + shift] * 2, color=color, linewidth=1)
                 axes.plot(
                     ratio["median"], row + shift, "D" if whole else "o", color=color,
                     markersize=7 if whole else 4, label=name if row == 0 else None,

@@ -29,7 +29,7 @@ from infer.bench.about import about
 from infer.bench.arms import Arm
 from infer.bench.differences import count, differences
 from infer.bench.figures import ALL, by_dataset, comparisons, figures, prefill_seconds
-from infer.bench.journal import Measured
+from infer.bench.journal import FILE, Measured
 from infer.bench.measure import Bench, Prompt, Prompts
 from infer.machine import revision
 from infer.session import Session
@@ -79,6 +79,10 @@ def run(
             f"{pair.target.source}, {context}: lower --max-prompt-tokens"
         )
     bench = Bench(pair, arms, settings, longest + settings.max_new_tokens)
+    if out is not None and (out / report.RESULTS).exists() and not (out / FILE).exists():
+        raise ConfigError(
+            f"{out}: holds a {report.RESULTS} of something else: give another folder with --out"
+        )
     measured = Measured(out, about(bench, datasets, repeats))
     with warnings.catch_warnings(), jax.default_device(pair.device):
         warnings.simplefilter("ignore", DraftWarning)  # tau is in the table

@@ -24,7 +24,11 @@ from infer.bench.measure import Bench, Prompt
 from infer.timing import interleaved, parts, seconds
 
 _REPEATS = 9
-_BYTES, _SIDE = 2**28, 1024  # of the two ceilings' matrices
+_BYTES, _SIDE = 2**28, 1024  # of the two ceilings' matrices, at first
+_LONG, _DOUBLINGS = (
+    0.02,
+    4,
+)  # seconds: below, starting a product shows, and the matrix is doubled, so often at most
 
 
 def measure(bench: Bench, asked: Sequence[Prompt], datasets: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,16 +68,28 @@ def possible(of: Mapping[str, Any], stage: Mapping[str, float], ar: Mapping[str,
 
 def ceiling(device: jax.Device, dtype: np.dtype) -> dict[str, float]:
     """bytes_per_second, flops_per_second."""
-    side = int((_BYTES / dtype.itemsize) ** 0.5)
-    matrix = jax.device_put(jnp.ones((side, side), dtype), device)
-    vector = jax.device_put(jnp.ones((side,), dtype), device)
-    square = matrix[:_SIDE, :_SIDE]
-    reading, _ = seconds(lambda: matrix @ vector, _REPEATS)
-    computing, _ = seconds(lambda: square @ square, _REPEATS)
+    reading, side = _product(int((_BYTES / dtype.itemsize) ** 0.5), 1, device, dtype)
+    computing, width = _product(_SIDE, _SIDE, device, dtype)
     return {
-        "bytes_per_second": matrix.nbytes / reading,
-        "flops_per_second": 2 * square.shape[0] ** 3 / computing,
+        "bytes_per_second": side * side * dtype.itemsize / reading,
+        "flops_per_second": 2 * width**3 / computing,
     }
+
+
+def _product(side: int, columns: int, device: jax.Device, dtype: np.dtype) -> tuple[float, int]:
+    """Seconds of a square matrix times `columns` columns (a square one: as many as it has), and its side, which is
+    doubled until the product takes long enough to be timed."""
+    square = columns > 1
+    for _ in range(_DOUBLINGS + 1):
+        matrix = jax.device_put(jnp.ones((side, side), dtype), device)
+        other = matrix if square else jax.device_put(jnp.ones((side,), dtype), device)
+        took, _ = seconds(lambda a=matrix, b=other: a @ b, _REPEATS)  # type: ignore[misc]
+        if took >= _LONG:
+            break
+        side *= 2
+    else:
+        side //= 2
+    return took, side
 
 
 def achieved(

@@ -45,6 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "_BYTES", 2**20)
     monkeypatch.setattr(stages, "_SIDE", 64)
+    monkeypatch.setattr(stages, "_DOUBLINGS", 1)
 
 
 @pytest.fixture
@@ -189,6 +190,8 @@ def test_other_implementations_are_arms(
     assert "of_possible" not in arms["dflash-4"]
     assert "stages alone" in capsys.readouterr().out
     assert "## Stages alone" in (folder / "out" / report.TABLE).read_text()
+    assert bench(models, folder, "--compare", "chain", "--out", str(folder / "out")) == 2
+    assert "was measured with other arms" in capsys.readouterr().err
     assert bench(models, folder, "--compare", "transformers", "--temperature", "1") == 2
     assert "are compared at temperature 0" in capsys.readouterr().err
 
@@ -255,6 +258,9 @@ def test_another_run_does_not_mix_in(models: Path, folder: Path, capsys: pytest.
         assert f"journal.jsonl: was measured with other {what}" in capsys.readouterr().err
     assert bench(models, folder, "--out", str(out), target="target") == 2
     assert "was measured with other target" in capsys.readouterr().err
+    (out / "journal.jsonl").unlink()
+    assert bench(models, folder, "--out", str(out)) == 2
+    assert "holds a results.json of something else" in capsys.readouterr().err
     (out / "journal.jsonl").write_text('{"kind": "train"}\n')
     assert bench(models, folder, "--out", str(out)) == 2
     assert "is not the journal of a benchmark" in capsys.readouterr().err
@@ -393,6 +399,8 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
         inside += found["low"] <= 1.0 <= found["high"]
     assert 180 <= inside <= 199
     assert figures.median_of_ratios(np.array([]))["median"] is None
+    few = figures.median_of_ratios(np.array([2.0, 3.0]))
+    assert few == {"median": 2.5, "low": None, "high": None, "prompts": 2} and report.ratio(few) == "2.50"
 
 
 # --- datasets ---------------------------------------------------------------------------------------------

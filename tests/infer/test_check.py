@@ -38,6 +38,16 @@ def test_prompts_are_first_turns_spread_over_the_file(prompts: Path) -> None:
     assert read_prompts(prompts, 9) == read_prompts(prompts)
 
 
+def test_conversations_are_prompts_too(tmp_path: Path) -> None:
+    """As `train regenerate` writes them."""
+    path = tmp_path / "conversations.jsonl"
+    roles = [("system", "Be kind."), ("user", "hello"), ("assistant", "hi"), ("user", "bye")]
+    path.write_text(
+        json.dumps({"messages": [{"role": role, "content": text} for role, text in roles]}) + "\n"
+    )
+    assert read_prompts(path) == ["hello"]
+
+
 def test_only_a_newline_ends_a_line(tmp_path: Path) -> None:
     """Other separators of Unicode stand in JSON texts as they are."""
     texts = ["a\u2028b\u2029c\u0085d", "two"]

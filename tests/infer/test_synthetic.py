@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import decode, testing
+from dflash_jax.config import ConfigError
 from dflash_jax.policy import Fixed
 from dflash_jax.state import Options
 from infer import published, synthetic
@@ -25,6 +26,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(published.SHAPES, "tiny", testing.target_config("qwen3", vocab_size=257))
     monkeypatch.setattr(stages, "_BYTES", 2**20)
     monkeypatch.setattr(stages, "_SIDE", 64)
+    monkeypatch.setattr(stages, "_DOUBLINGS", 1)
 
 
 def test_a_row_for_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,6 +43,15 @@ def test_a_row_for_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     printed, table = capsys.readouterr().out, (out / synthetic.TABLE).read_text()
     assert "tau * ar / round" in printed and table.count("| tiny | 9 |") == 1
     assert (out / "speedup.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a byte of it is made."""
+    monkeypatch.setattr(synthetic, "_free", lambda device: 1000)
+    with pytest.raises(ConfigError, match=r"tiny needs 0 GiB, cpu:0 has 0 free"):
+        synthetic.random_models("tiny", SIZE, 1, "float32", jax.devices()[0])
+    monkeypatch.undo()
+    assert (synthetic._free(jax.devices()[0]) or 2**40) > 2**28
 
 
 def test_acceptance_is_forced() -> None:
@@ -64,15 +75,27 @@ def test_the_preset(
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(synthetic, "random_models", lambda name, *_: asked.append(name))
     monkeypatch.setattr(synthetic, "cells", lambda models, name, flags, begin: iter(()))
-    assert main(["synthetic", "--preset", "gpu"]) == 0
+    assert main(["synthetic", "--preset", "gpu"]) == 2  # nothing was timed
     said = "preset gpu needs a GPU and there is none here" in capsys.readouterr().err
     assert said == (backend == "cpu") and len(asked) == count
     assert set(asked) <= set(published.SHAPES) and (asked == ["smollm2-135m"]) == said
 
 
 def test_no_size_is_begun_after_the_time(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["synthetic", "tiny", "--contexts", "9", "--minutes", "1e-6"]) == 0
-    assert "minutes are used up" in capsys.readouterr().err
+    assert main(["synthetic", "tiny", "--contexts", "9", "--minutes", "1e-6"]) == 2
+    err = capsys.readouterr().err
+    assert "minutes are used up: tiny is not timed" in err and "nothing was timed in --minutes 1e-06" in err
+
+
+def test_results_of_another_run_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / synthetic.RESULTS).write_text("{}")
+    for out, said in (
+        (tmp_path, "is of another run"),
+        (tmp_path / synthetic.RESULTS / "x", "cannot be written"),
+    ):
+        assert main(["synthetic", "tiny", "--contexts", "9", "--out", str(out)]) == 2
+        assert said in capsys.readouterr().err
+    assert (tmp_path / synthetic.RESULTS).read_text() == "{}"
 
 
 @pytest.mark.parametrize(
@@ -82,6 +105,7 @@ def test_no_size_is_begun_after_the_time(capsys: pytest.CaptureFixture[str]) -> 
         (("qwen3-8",), "no shape has the name 'qwen3-8'"),
         (("tiny", "--block-sizes", "1"), "blocks of at least 2"),
         (("tiny", "--contexts", "0"), "must be positive"),
+        (("tiny", "--block-sizes", "2,2"), "--block-sizes: one of the values is named twice"),
         (("qwen3-8b", "--contexts", "50000"), "exceed the 40960 of qwen3-8b"),
     ],
     ids=str,
