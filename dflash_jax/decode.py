@@ -181,6 +181,7 @@ def _run_chunks(
             models.of_target, target, logits, tokens, count, _readable(at, slots), embeddings
         )
         draft = _mirror(models, draft, features, count)
+        del features  # not beside those of the next chunk
     return target, draft, logits
 
 
@@ -275,12 +276,12 @@ def _caches(
         target = jax.tree.map(jnp.copy, state.target_cache)
         return grow(target, slots), grow(draft, slots) if draft is not None else None
     dtype = jax.tree.leaves(models.target_params)[0].dtype
-    target = target_cache(models.target.config, batch, slots, dtype)
-    target = target_cache_beside(target, models.target_params)
+    shapes = jax.eval_shape(partial(target_cache, models.target.config, batch, slots, dtype))
+    target = target_cache_beside(shapes, models.target_params)
     if models.draft is None:
         return target, None
-    draft = draft_cache(models.draft.config, batch, slots, dtype, ring)
-    return target, draft_cache_beside(draft, models.draft_params)
+    shapes = jax.eval_shape(partial(draft_cache, models.draft.config, batch, slots, dtype, ring))
+    return target, draft_cache_beside(shapes, models.draft_params)
 
 
 def complete(

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
@@ -82,19 +83,24 @@ def follow(x: Any, like: Array) -> Array:
 
 
 def target_cache_beside(cache: TargetCache, params: Any) -> TargetCache:
-    """An empty cache where the parameters are: keys and values are cut by heads where the projection is."""
+    """An empty cache of these shapes, made where the parameters are and nowhere before: keys and values are cut by
+    heads where the projection is."""
     layers = []
     for i, layer in enumerate(cache.layers):
         weights = params[f"layers_{i}"]
         where = _whole(jax.tree.leaves(weights)[0])
         if isinstance(layer, KVCache):
             where = _by_heads(weights["self_attn"]["k_proj"]["weight"])
-        layers.append(jax.device_put(layer, where))
-    return TargetCache(tuple(layers), jax.device_put(cache.length, _whole(jax.tree.leaves(params)[0])))
+        layers.append(_zeros(layer, where))
+    return TargetCache(tuple(layers), _zeros(cache.length, _whole(jax.tree.leaves(params)[0])))
 
 
 def draft_cache_beside(cache: DraftCache, params: Any) -> DraftCache:
-    return jax.device_put(cache, _whole(jax.tree.leaves(params)[0]))
+    return cast(DraftCache, _zeros(cache, _whole(jax.tree.leaves(params)[0])))
+
+
+def _zeros(shapes: Any, where: Sharding | None) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=where), shapes)
 
 
 def _whole(like: Any) -> Sharding | None:

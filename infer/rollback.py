@@ -321,10 +321,10 @@ def prefill(config: TargetConfig, prompt_tokens: int, chunk: int, repeats: int) 
 
 
 def residual_bytes(config: TargetConfig, taps: tuple[int, ...], tokens: int, chunk: int, order: str) -> int:
-    """What the order keeps between programs, float32. "layers": the outputs of the tapped and of the last layer
-    for the whole prompt, and one chunk's features side by side; "tokens": nothing."""
-    values = tokens * len({*taps, config.num_layers - 1}) + chunk * len(taps)
-    return 4 * config.hidden_size * values if order == "layers" else 0
+    """What the order keeps between programs, float32: one chunk's features on their way to the draft; "layers" also
+    the outputs of the tapped and of the last layer for the whole prompt."""
+    streams = tokens * len({*taps, config.num_layers - 1}) if order == "layers" else 0
+    return 4 * config.hidden_size * (streams + chunk * len(taps))
 
 
 # --- the program ----------------------------------------------------------------------------------------

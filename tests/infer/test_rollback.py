@@ -46,8 +46,8 @@ def test_a_tree_has_two_branches() -> None:
 def test_the_layer_order_keeps_what_the_formula_says() -> None:
     figures = rollback.prefill(TINY, 256, 64, repeats=1)
     by_order = {order: (values["alive_mib"], values["expected_mib"]) for order, values in figures.items()}
-    # both layers are tapped, the second is the stream; and a chunk's features
-    residuals = (256 * 2 + 64 * 2) * TINY.hidden_size * 4 / MIB
+    # both layers are tapped, the second is the stream
+    residuals = 256 * 2 * TINY.hidden_size * 4 / MIB
     assert by_order["layers"][1] - by_order["tokens"][1] == pytest.approx(residuals)
     for alive, expected in by_order.values():
         assert alive == pytest.approx(expected, rel=0.02)
