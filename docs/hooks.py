@@ -18,7 +18,7 @@ PAGES = {  # of the repository, and where they are in the site
 }
 MAP = "concepts.md"
 
-_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)")
 _SPAN = re.compile(r"`([^`]+)`")
 _FILE = re.compile(r"[\w/]+\.py")
 _NAME = re.compile(r"([A-Za-z]\w*(?:\.\w+)*)(\(.*\))?")
@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _in_site(link: re.Match[str], source: str, here: str) -> str:
-    """A link of the file `source` as one of the page `here`: to a page, to a module's API, or, to what the site does
+    """A link (or an image) of the file `source` as one of the page `here`: to a page, to a module's API, or, to what the site does
     not have, its text. What exists nowhere stays, and mkdocs complains of it."""
     text, path, anchor = link[1], link[2], link[3] or ""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
