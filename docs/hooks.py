@@ -41,8 +41,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _in_site(link: re.Match[str], source: str, here: str) -> str:
-    """A link (or an image) of the file `source` as one of the page `here`: to a page, to a module's API, or, to what the site does
-    not have, its text. What exists nowhere stays, and mkdocs complains of it."""
+    """A link (or an image) of the file `source` as one of the page `here`: to a page, to a module's API, or, to what
+    the site does not have, its text. What exists nowhere stays, and mkdocs complains of it."""
     text, path, anchor = link[1], link[2], link[3] or ""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
     place = PAGES.get(target, target.removeprefix("docs/") if target.startswith("docs/") else None)
