@@ -9,14 +9,15 @@ experts: those that a row uses, at most all); caches, norms and attention over t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.pair import DTYPES
+from dflash_jax.pair import DTYPES, say_memory
 from dflash_jax.state import Models
 from dflash_jax.weights.tensors import flatten
 from infer.bench.arms import ADAPTIVE, AR, Arm
@@ -25,10 +26,8 @@ from infer.timing import interleaved, parts, seconds
 
 _REPEATS = 9
 _BYTES, _SIDE = 2**28, 1024  # of the two ceilings' matrices, at first
-_LONG, _DOUBLINGS = (
-    0.02,
-    4,
-)  # seconds: below, starting a product shows, and the matrix is doubled, so often at most
+_LONG = 0.02  # seconds that are enough to be timed
+_MOST = 2**32  # bytes of a matrix: a device that is still too fast for it is timed a little low
 
 
 def measure(bench: Bench, asked: Sequence[Prompt], datasets: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,28 +67,27 @@ def possible(of: Mapping[str, Any], stage: Mapping[str, float], ar: Mapping[str,
 
 def ceiling(device: jax.Device, dtype: np.dtype) -> dict[str, float]:
     """bytes_per_second, flops_per_second."""
-    reading, side = _product(int((_BYTES / dtype.itemsize) ** 0.5), 1, device, dtype)
-    computing, width = _product(_SIDE, _SIDE, device, dtype)
+    side, reading = _timed(
+        lambda matrix: matrix @ matrix[0], int((_BYTES / dtype.itemsize) ** 0.5), device, dtype
+    )
+    width, computing = _timed(lambda matrix: matrix @ matrix, _SIDE, device, dtype)
     return {
         "bytes_per_second": side * side * dtype.itemsize / reading,
         "flops_per_second": 2 * width**3 / computing,
     }
 
 
-def _product(side: int, columns: int, device: jax.Device, dtype: np.dtype) -> tuple[float, int]:
-    """Seconds of a square matrix times `columns` columns (a square one: as many as it has), and its side, which is
-    doubled until the product takes long enough to be timed."""
-    square = columns > 1
-    for _ in range(_DOUBLINGS + 1):
+def _timed(
+    product: Callable[[jax.Array], jax.Array], side: int, device: jax.Device, dtype: np.dtype
+) -> tuple[int, float]:
+    """Side of a square matrix, and seconds of its product: doubled while starting a product shows."""
+    while True:
+        say_memory("a matrix to time products with", side * side * dtype.itemsize, device)
         matrix = jax.device_put(jnp.ones((side, side), dtype), device)
-        other = matrix if square else jax.device_put(jnp.ones((side,), dtype), device)
-        took, _ = seconds(lambda a=matrix, b=other: a @ b, _REPEATS)  # type: ignore[misc]
-        if took >= _LONG:
-            break
+        took, _ = seconds(partial(product, matrix), _REPEATS)
+        if took >= _LONG or 4 * matrix.nbytes > _MOST:
+            return side, took
         side *= 2
-    else:
-        side //= 2
-    return took, side
 
 
 def achieved(

@@ -45,7 +45,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "_BYTES", 2**20)
     monkeypatch.setattr(stages, "_SIDE", 64)
-    monkeypatch.setattr(stages, "_DOUBLINGS", 1)
+    monkeypatch.setattr(stages, "_MOST", 2**22)
 
 
 @pytest.fixture

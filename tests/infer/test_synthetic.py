@@ -26,7 +26,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(published.SHAPES, "tiny", testing.target_config("qwen3", vocab_size=257))
     monkeypatch.setattr(stages, "_BYTES", 2**20)
     monkeypatch.setattr(stages, "_SIDE", 64)
-    monkeypatch.setattr(stages, "_DOUBLINGS", 1)
+    monkeypatch.setattr(stages, "_MOST", 2**22)
 
 
 def test_a_row_for_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
