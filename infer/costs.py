@@ -42,7 +42,10 @@ def with_costs(pair: Pair, options: Options, batch: int) -> Options:
     times = _read(path, policy)
     if times is None:
         sizes = f"{len(policy.sizes)} block sizes and {len(policy.rows)} verify sizes"
-        _log.warning("measuring what %s cost on this device (once; compiles each)", sizes)
+        _log.warning(
+            "measuring what %s cost on this device (once; compiles each, which takes minutes on a slow machine)",
+            sizes,
+        )
         times = measure(pair, policy, options, batch)
         _write(path, times)
     timed = dataclasses.replace(
