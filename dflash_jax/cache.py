@@ -30,7 +30,8 @@ from dflash_jax.config import RECURRENT, ConfigError, DraftConfig, RecurrentConf
 @struct.dataclass
 class KVCache:
     """Keys and values of one attention layer, [B, K, S, H]: one contiguous matrix per head, which
-    is the layout the two attention matmuls read. Keys carry their rotation already."""
+    is the layout the two attention matmuls read. Keys carry their rotation already. Slots from a row's length on hold
+    finite values of no meaning."""
 
     k: Array
     v: Array
@@ -183,7 +184,7 @@ def commit(cache: TargetCache, trail: Trail, path: Int[Array, "B P"], count: Int
     """The next cache: nodes `path[b, :count[b]]` of the trail, after what is committed already.
 
     path holds node indices along one root path, in order; entries from `count` on may be anything
-    in range (rows of theirs land beyond the new length). count 0 leaves a row as it was.
+    in range (zeros are written for them, beyond the new length). count 0 leaves a row as it was.
     """
     with jax.named_scope("commit"):
         layers = tuple(
@@ -205,7 +206,7 @@ def commit_layer(
         assert isinstance(left, KVCache)
         nodes = path[:, None, :, None]
         rows = KVCache(jnp.take_along_axis(left.k, nodes, 2), jnp.take_along_axis(left.v, nodes, 2))
-        return _append(layer, rows, length)
+        return _append(layer, _first(rows, count), length)
     assert not isinstance(left, KVCache)
     conv = _shift(layer.conv, _take(left.conv, path), count)
     if isinstance(left, States):
@@ -253,8 +254,17 @@ def extend_context(cache: DraftCache, rows: tuple[KVCache, ...], count: Int[Arra
             f"beside its window of {ring.window}"
         )
     write = _append if ring is None else partial(_append_around, ring)
-    layers = (write(old, new, cache.length) for old, new in zip(cache.layers, rows, strict=True))
+    layers = (
+        write(old, _first(new, count), cache.length) for old, new in zip(cache.layers, rows, strict=True)
+    )
     return dataclasses.replace(cache, layers=tuple(layers), length=cache.length + count)
+
+
+def _first(rows: KVCache, count: Int[Array, " B"]) -> KVCache:
+    """The first `count[b]` rows, then zeros: what is beyond may be NaN, and slots that nobody may see must be
+    finite (layers.attend)."""
+    kept = (jnp.arange(rows.slots)[None] < count[:, None])[:, None, :, None]
+    return jax.tree.map(lambda x: jnp.where(kept, x, jnp.zeros((), x.dtype)), rows)
 
 
 def _append(old: KVCache, new: KVCache, at: Int[Array, " B"]) -> KVCache:

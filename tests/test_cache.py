@@ -111,11 +111,11 @@ def test_commit_leaves_the_old_cache_alone() -> None:
 
 
 def test_nothing_beyond_the_length_is_read() -> None:
-    """NaN in every unused slot: the next forward and the next commit are the same, to the last bit."""
+    """Garbage in every unused slot: the next forward and the next commit are the same, to the last bit."""
 
     def poisoned(x: jax.Array) -> jax.Array:
         unused = jnp.arange(SLOTS)[None, None, :, None] >= start().length[:, None, None, None]
-        return jnp.where(unused, jnp.nan, x)
+        return jnp.where(unused, 1e30, x)
 
     dirty = start().replace(
         layers=tuple(KVCache(poisoned(layer.k), poisoned(layer.v)) for layer in start().layers)
@@ -172,3 +172,17 @@ def test_bytes() -> None:
     cache = target_cache(CONFIG, B, SLOTS, jnp.bfloat16)
     held = sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
     assert cache_bytes(CONFIG, B, SLOTS, 2) == held
+
+
+def test_what_is_not_kept_never_reaches_the_cache() -> None:
+    """NaN in nodes that are not on the path, and behind the path: every slot stays finite (case 18)."""
+    left = KVCache(jnp.full((B, 2, T, 16), jnp.nan), jnp.full((B, 2, T, 16), jnp.nan))
+    count = jnp.asarray([2, 0], jnp.int32)
+    left = jax.tree.map(lambda x: x.at[0, :, jnp.asarray([0, 3])].set(5.0), left)
+    path = jnp.asarray([[0, 3, 1, 2], [4, 4, 4, 4]], jnp.int32)
+    after = commit(start(), (left,) * len(start().layers), path, count)
+    for old, new in zip(start().layers, after.layers, strict=True):
+        at = int(start().length[0])
+        assert np.isfinite(new.k).all() and np.isfinite(new.v).all()
+        np.testing.assert_array_equal(new.v[0, :, at : at + 2], 5.0)
+        np.testing.assert_array_equal(new.v[1, :, : start().length[1]], old.v[1, :, : start().length[1]])
