@@ -11,15 +11,16 @@ from jaxtyping import Array
 from dflash_jax.config import ConfigError
 
 _SHORTEST_PREFIX = 256
+# XLA copies a prefix before it reads it, so a prefix pays where it is less than a third of the whole.
+_WHOLE_IS_CHEAPER = 3
 
 
-def prefixes(slots: int, spare: int = 0) -> tuple[int, ...]:
+def prefixes(slots: int) -> tuple[int, ...]:
     """The cache prefixes that are compiled: attention costs what is committed, not what is allocated.
-    Each is 4 times the one before, so that few programs cover any length. spare: slots at the end that
-    are never committed (the room for padded writes)."""
+    Each is 4 times the one before, so that few programs cover any length; the last is the whole."""
     lengths = []
     length = _SHORTEST_PREFIX
-    while length < slots - spare:
+    while length * _WHOLE_IS_CHEAPER < slots:
         lengths.append(length)
         length *= 4
     return (*lengths, slots)

@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,25 +85,28 @@ class Draft:
 @dataclass(frozen=True, eq=False)
 class Pair:
     """draft None: autoregressive. device: the target's. generation: settings that belong to this pair
-    (configs/*.toml)."""
+    (configs/*.toml). draft_vocabulary: the draft chooses among token ids below it; None: among all."""
 
     target: Target
     draft: Draft | None
     dtype: str
     device: jax.Device
     generation: Generation = dataclasses.field(default_factory=Generation)
+    draft_vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         if self.draft is not None:
             check_pair(self.target.config, self.draft.config)
 
-    @property
+    @cached_property
     def models(self) -> Models:
         """What dflash_jax.decode runs."""
         target, draft = self.target, self.draft
         if draft is None:
             return Models(target.params, target=target.module, table=target.table)
-        return Models(target.params, draft.params, target.module, draft.module, target.table)
+        models = Models(target.params, draft.params, target.module, draft.module, target.table)
+        few = self.draft_vocabulary
+        return models if few is None else models.choosing_among(few)
 
     @property
     def draft_device(self) -> jax.Device | None:
@@ -113,7 +117,7 @@ class Pair:
 
     def with_draft(self, draft: Draft | None) -> Pair:
         """The same target with another draft; settings of the old one do not hold for it."""
-        return dataclasses.replace(self, draft=draft, generation=Generation())
+        return dataclasses.replace(self, draft=draft, generation=Generation(), draft_vocabulary=None)
 
 
 def load(
@@ -125,6 +129,7 @@ def load(
     draft_device: str | None = None,
     embedding: Literal["device", "host"] = "device",
     block_size: int | None = None,
+    draft_vocabulary: int | None = None,
     overrides: Overrides | None = None,
 ) -> Pair:
     """Find, check and load a target and its draft.
@@ -136,6 +141,8 @@ def load(
     embedding "host": the target's embedding table stays in host memory (embedding.py). With one of these the
     pair's models are in pieces, which only dflash_jax.stepwise runs.
     block_size: one that will be asked for, so that a wrong one is an error before any work.
+    draft_vocabulary: the draft chooses among token ids below it (Models.choosing_among); 0: among all. Default:
+    the short name's, else all.
     overrides: what the draft's file has wrong.
 
     Raises ConfigError for what the user can correct, FetchError when a download fails. Logs (warning)
@@ -155,12 +162,29 @@ def load(
         raise ConfigError(
             f"draft_device {draft_device} is of a draft, and there is none: give one with --draft"
         )
+    few = _few(draft_vocabulary, generation, config, of_draft)
     of_the_draft = place if draft_device is None else pick_device(draft_device)
     made = _load_target(found.target, config, name, place, embedding == "host")
     loaded = None
     if chosen is not None and of_draft is not None:
         loaded = _load_draft(chosen, of_draft, name, of_the_draft)
-    return Pair(made, loaded, name, place, generation)
+    return Pair(made, loaded, name, place, generation, few)
+
+
+def _few(
+    asked: int | None, generation: Generation, config: TargetConfig, draft: DraftConfig | None
+) -> int | None:
+    """How many token ids the draft chooses among, None for all of them."""
+    if draft is None and asked:
+        raise ConfigError(f"draft_vocabulary {asked} is of a draft, and there is none: give one with --draft")
+    few = generation.draft_vocabulary if asked is None else asked
+    if not few or draft is None:
+        return None
+    if not 2 <= few <= config.vocab_size:
+        raise ConfigError(
+            f"draft_vocabulary is {few}: it must be 2 to {config.vocab_size} token ids, or 0 for all of them"
+        )
+    return None if few == config.vocab_size else few
 
 
 def _choose_draft(found: Named, draft: str | None) -> tuple[Source | None, Generation]:

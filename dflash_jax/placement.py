@@ -55,6 +55,7 @@ def tensor_parallel(models: Models, devices: Sequence[jax.Device]) -> Models:
         models,
         target_params=jax.tree_util.tree_map_with_path(place, models.target_params),
         draft_params=jax.device_put(models.draft_params, NamedSharding(mesh, PartitionSpec())),
+        draft_head=jax.tree_util.tree_map_with_path(place, {"lm_head": models.draft_head})["lm_head"],
     )
 
 

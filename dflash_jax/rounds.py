@@ -89,7 +89,7 @@ def confidence(state: RoundState, drafted: Drafted) -> Float[Array, "B T"]:
 
 def _compiled_for(state: RoundState, sizes: tuple[int, ...], chosen: Array | int, body: Callable) -> Any:
     """body(size, slots) for the chosen size and the shortest cache prefix that covers what is committed."""
-    compiled = prefixes(state.target_cache.slots, state.largest)
+    compiled = prefixes(state.target_cache.slots)
     longest = jnp.max(jnp.where(state.done, 0, state.target_cache.length))
     shortest = jnp.sum(longest > jnp.asarray(compiled), dtype=jnp.int32)
     branches = [partial(body, size, slots) for size in sizes for slots in compiled]
@@ -157,12 +157,12 @@ def pick(
     """Candidates from the draft's hidden states, through the target's head; None: the anchor alone."""
     candidates, probs = anchor_alone(state.anchor, chain=options.tree is None), cast(Array | None, None)
     if hidden is not None:
-        assert models.draft is not None
-        logits = models.draft.logits(hidden, partial(models.run_target, method="head"))
+        logits = models.draft_logits(hidden)
         if options.proposal == "sample":
             positions = state.target_cache.length[:, None] + jnp.arange(1, size)[None]
             tokens, probs = propose_samples(logits, state.sampling, state.seeds, positions)
-            probs = pad_rows(probs, options.largest - size)
+            beyond = models.target.config.vocab_size - probs.shape[-1]
+            probs = jnp.pad(probs, ((0, 0), (0, options.largest - size), (0, beyond)))
             candidates = draft_chain(state.anchor, logits, tokens)
         elif options.tree is not None:
             candidates = draft_tree(state.anchor, logits, options.tree)

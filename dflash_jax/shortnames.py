@@ -88,12 +88,14 @@ class Generation:
     """What decoding with the short name's own draft begins with; flags win.
 
     block_size: None is the draft's own, the one it was trained with. tree_budget: candidates of a tree.
+    draft_vocabulary: the draft chooses among ids below it (Models.choosing_among); None: among all.
     """
 
     block_size: int | None = None
     policy: str = "fixed"
     mode: str = "chain"
     tree_budget: int | None = None
+    draft_vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.block import Block
 from dflash_jax.cache import DraftCache, TargetCache
 from dflash_jax.drafts.dflash import DFlash
 from dflash_jax.embedding import HostTable
+from dflash_jax.numerics import contract
 from dflash_jax.policy import Fixed, Policy, Seen
 from dflash_jax.sampling import Acceptance, Sampling
 from dflash_jax.targets import Decoder
@@ -29,6 +31,7 @@ class Models:
     """What a round runs: pure modules (static) and their parameters. draft None: autoregressive.
 
     table: the embedding table, when it is on the host; target_params hold it only if it is the head too.
+    draft_head: the first n rows [n, D] of the head, when the draft chooses among these ids only.
     """
 
     target_params: Any
@@ -36,13 +39,24 @@ class Models:
     target: Decoder = struct.field(pytree_node=False, default=None)
     draft: DFlash | None = struct.field(pytree_node=False, default=None)
     table: HostTable | None = struct.field(pytree_node=False, default=None)
+    draft_head: Array | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
         return self.draft.config.taps if self.draft else ()
 
     def without_draft(self) -> Models:
-        return dataclasses.replace(self, draft=None, draft_params=None)
+        return dataclasses.replace(self, draft=None, draft_params=None, draft_head=None)
+
+    def choosing_among(self, n: int) -> Models:
+        """The same models, where the draft's candidates have ids below n: its head costs n rows instead of V.
+
+        FR-Spec (arXiv 2502.14856), which counts how frequent tokens are; in a BPE vocabulary the ids say it,
+        as they are in the order of the merges. A token beyond can still be emitted: the target chooses among all.
+        The rows are copied, because a slice inside a program would be cut in every round.
+        """
+        table = "embed_tokens" if self.target.config.tie_word_embeddings else "lm_head"
+        return dataclasses.replace(self, draft_head=self.target_params[table]["weight"][:n])
 
     @property
     def of_target(self) -> Models:
@@ -51,7 +65,14 @@ class Models:
 
     @property
     def of_draft(self) -> Models:
-        return dataclasses.replace(self, target_params=None, table=None)
+        return dataclasses.replace(self, target_params=None, table=None, draft_head=None)
+
+    def draft_logits(self, hidden: Float[Array, "B c D"]) -> Float[Array, "B c v"]:
+        """What the draft chooses by; v is V, or the rows of draft_head."""
+        assert self.draft is not None
+        if self.draft_head is None:
+            return self.draft.logits(hidden, partial(self.run_target, method="head"))
+        return self.draft.logits(hidden, partial(contract, "vd,btd->btv", self.draft_head))
 
     @property
     def apart(self) -> bool:

@@ -75,6 +75,7 @@ def open_session(flags: Generate | Chat | Demo | Check | Time | Bench) -> Sessio
             dtype=flags.dtype,
             device=flags.device,
             block_size=getattr(flags, "block_size", None),
+            draft_vocabulary=getattr(flags, "draft_vocabulary", None),
             **placed,
             overrides=None if isinstance(flags, Demo) else Overrides(flags.rope_theta, flags.draft_causal),
         )

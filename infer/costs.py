@@ -99,6 +99,7 @@ def key(pair: Pair, policy: Adaptive, options: Options, batch: int) -> str:
         "dtype": pair.dtype,
         "target": pair.target.config.hash(),
         "draft": dataclasses.asdict(pair.draft.config),
+        "draft_vocabulary": pair.draft_vocabulary,
         "sizes": [policy.sizes, policy.rows],
         "tree": options.tree and dataclasses.asdict(options.tree),
         "rollback": options.rollback,

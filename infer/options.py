@@ -34,6 +34,10 @@ class Models:
     draft_causal: Literal["all", "none", "sliding"] | None = None
     """The draft's layers in which a row of the block sees earlier rows only, where its file has that wrong."""
 
+    draft_vocabulary: int | None = None
+    """The draft chooses among the token ids below this, of a BPE vocabulary the frequent ones: its head costs less, the
+    text is the same. 0 is all. Default: the short name's, else all."""
+
     debug: bool = False
     """Show tracebacks and all log messages."""
 

@@ -102,7 +102,7 @@ def parts(models: Models, prompt: Sequence[int], options: Options) -> dict[str, 
     prefixes, their parents and ancestors)."""
     size = options.largest
     state = decode.prefill(models, [prompt], options, max_new_tokens=64)
-    slots = next(n for n in prefixes(state.target_cache.slots, size) if n >= len(prompt))
+    slots = next(n for n in prefixes(state.target_cache.slots) if n >= len(prompt))
     drafted = decode.propose_step(models, state, options, size, slots)
     block = drafted.candidates.block
     output = decode.verify_step(models, state, block, slots, options)

@@ -182,22 +182,25 @@ def decoder_exact(settings: tuple[float, float, int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "choices"),
     [
-        Options(Fixed(4)),
-        Options(Fixed(4), "sample"),
-        Options(Fixed(4, 7), tree=TreeShape(6)),
-        Options(Adaptive((1, 4), (1, 3, 7)), tree=TreeShape(6, chain_seed=True)),
+        (Options(Fixed(4)), V),
+        (Options(Fixed(4), "sample"), V),
+        (Options(Fixed(4), "sample"), 3),
+        (Options(Fixed(4, 7), tree=TreeShape(6)), V),
+        (Options(Adaptive((1, 4), (1, 3, 7)), tree=TreeShape(6, chain_seed=True)), V),
     ],
-    ids=["chain", "sampled chain", "tree", "adaptive tree"],
+    ids=["chain", "sampled chain", "sampled chain of few", "tree", "adaptive tree"],
 )
-def test_decoder_is_exact(options: Options) -> None:
-    """The first token is the prefill's, so all sequences of four: three of them by rounds."""
+def test_decoder_is_exact(options: Options, choices: int) -> None:
+    """The first token is the prefill's, so all sequences of four: three of them by rounds. choices: ids that the
+    draft has."""
+    models = SMALL if choices == V else SMALL.choosing_among(choices)
     rows = 4000
     counts, committed = np.zeros(V ** (LENGTH + 1), np.int64), []
     for first in range(0, 20_000, rows):
         generation = decode.complete(
-            SMALL, [PROMPT] * rows, options, max_new_tokens=LENGTH + 1,
+            models, [PROMPT] * rows, options, max_new_tokens=LENGTH + 1,
             how=sampling.sampling(*HOT), seeds=range(first, first + rows), chunk_size=len(PROMPT),
         )  # fmt: skip
         counts += count_sequences(np.array(generation.tokens))

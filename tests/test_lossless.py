@@ -14,12 +14,13 @@ import pytest
 import reference
 from decoding import BLOCKS, BUDGET, PROMPTS, SEEDS, C, autoregressive, pair, perfect, rounds_of, warm
 
-from dflash_jax import decode, stepwise, testing
+from dflash_jax import decode, rounds, stepwise, testing
 from dflash_jax.config import SLIDING
 from dflash_jax.generation import DraftWarning, Generation, finish
 from dflash_jax.policy import Adaptive, Fixed
 from dflash_jax.sampling import sampling
 from dflash_jax.state import Models, Options
+from dflash_jax.tree import TreeShape
 
 ADAPTIVE = Options(Adaptive((2, 4, C)))
 
@@ -84,6 +85,29 @@ def test_no_warning_for_few_rounds_one_acceptance_or_no_draft() -> None:
         few = decode.prefill(perfect(True), PROMPTS, BLOCKS, max_new_tokens=8)
         assert finish(decode.generate(perfect(True), few, BLOCKS)).tau == 1.0
         assert run(pair().without_draft()).tau == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "sampled"),
+    [(BLOCKS, False), (BLOCKS, True), (Options(Fixed(C, 10), tree=TreeShape(9)), False)],
+    ids=["greedy", "sampled", "tree"],
+)
+def test_a_draft_that_chooses_among_few(options: Options, sampled: bool) -> None:
+    """Candidates are the best of the first ids, and the text is the target's, which has others too."""
+    few, how = 6, warm() if sampled else sampling()
+    assert any(token >= few for row in autoregressive(sampled) for token in row)
+    models = pair().choosing_among(few)
+    state = decode.prefill(models, PROMPTS, options, max_new_tokens=BUDGET, how=how, seeds=SEEDS)
+    slots = state.target_cache.slots
+    drafted = decode.propose_step(models, state, options, C, slots).candidates.block
+    assert (drafted.tokens[:, 1:] < few).all()
+    if options is BLOCKS:
+        hidden = rounds.denoise(models, state.draft_cache, rounds.embed(models, state.anchor, C), slots)
+        every = pair().draft_logits(hidden)
+        assert (every.argmax(-1) >= few).any(), "or nothing is left out"
+        np.testing.assert_array_equal(drafted.tokens[:, 1:], every[..., :few].argmax(-1))
+    last = finish(decode.generate(models, state, options))
+    assert last.tokens == autoregressive(sampled) and last.tau > 1
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

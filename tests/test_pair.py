@@ -122,6 +122,23 @@ def test_choices_that_do_not_exist(models: Path, how: dict, says: str) -> None:
         load(models, **how)
 
 
+def test_a_draft_chooses_among_all_or_few(models: Path) -> None:
+    loaded = load(models, draft_vocabulary=7)
+    head = loaded.target.params["lm_head"]["weight"]
+    np.testing.assert_array_equal(loaded.models.draft_head, head[:7])
+    assert loaded.models is loaded.models, "or the rows would be copied for every request"
+    assert loaded.with_draft(loaded.draft).models.draft_head is None
+    for every in (None, 0, head.shape[0]):
+        assert load(models, draft_vocabulary=every).models.draft_head is None
+    for wrong in (1, -3, head.shape[0] + 1):
+        with pytest.raises(
+            ConfigError, match=f"draft_vocabulary is {wrong}: it must be 2 to {head.shape[0]} "
+        ):
+            load(models, draft_vocabulary=wrong)
+    with pytest.raises(ConfigError, match="draft_vocabulary 7 is of a draft, and there is none"):
+        pair.load(str(models / "target"), "none", draft_vocabulary=7)
+
+
 def test_roles_are_not_mixed_up(models: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="this is a DFlash draft, not a target: pass it as the draft"):
         pair.load(str(models / "draft"))
@@ -139,15 +156,17 @@ def test_a_short_name_brings_its_draft_and_settings(models: Path, monkeypatch: p
     configs = models / "configs"
     configs.mkdir()
     (configs / "tiny.toml").write_text(
-        '[target]\npath = "target"\n[draft]\npath = "draft"\n[generation]\nblock_size = 3\n'
+        '[target]\npath = "target"\n[draft]\npath = "draft"\n[generation]\nblock_size = 3\ndraft_vocabulary = 9\n'
     )
     monkeypatch.setattr(shortnames, "CONFIGS", configs)
     monkeypatch.setattr(shortnames, "ROOT", models)
     loaded = pair.load("tiny")
     assert loaded.draft is not None and loaded.draft.source == "tiny (shipped draft)"
-    assert loaded.generation.block_size == 3
+    assert loaded.generation.block_size == 3 and loaded.draft_vocabulary == 9
+    assert pair.load("tiny", draft_vocabulary=0).draft_vocabulary is None, "flags win"
     # settings belong to the shipped draft: they say nothing about another one
-    assert pair.load("tiny", str(models / "draft")).generation.block_size is None
+    other = pair.load("tiny", str(models / "draft"))
+    assert other.generation.block_size is None and other.draft_vocabulary is None
     assert pair.load("tiny", "none").draft is None
 
 

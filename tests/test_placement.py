@@ -112,6 +112,20 @@ def test_the_compiled_loop_refuses_models_in_pieces() -> None:
         decode.generate(on_host(pair()), compiled(BLOCKS), BLOCKS)
 
 
+def test_few_choices_are_the_targets_to_hold() -> None:
+    """The draft's rows of the head stay with the target, cut as the head is."""
+    few = pair().choosing_among(6)
+    apart, state = two_devices(few), start(few, BLOCKS)
+    (_, together), (_, seen) = (
+        next(generate_stepwise(models, at, BLOCKS))
+        for models, at in ((few, state), (apart, start(apart, BLOCKS)))
+    )
+    assert devices(apart.draft_head) == {ONE}
+    np.testing.assert_array_equal(seen.block.tokens, together.block.tokens)
+    cut = placement.tensor_parallel(few, jax.devices()[:2]).draft_head
+    assert cut is not None and cut.addressable_shards[0].data.shape == (3, cut.shape[1])
+
+
 # --- a mesh -----------------------------------------------------------------------------------------------
 
 

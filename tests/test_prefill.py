@@ -177,11 +177,11 @@ def test_one_token_too_many_is_an_error_before_any_work(monkeypatch: pytest.Monk
 
 
 def test_long_contexts_read_longer_prefixes() -> None:
-    """A cache of 512 positions is read up to 256 until some row passes that: the output crosses it."""
+    """A cache of 1024 positions is read up to 256 until some row passes that: the output crosses it."""
     prompt = [(3 * j + j * j) % VOCAB for j in range(246)]
     models, options = pair(), Options(Fixed(C))
-    state = decode.prefill(models, [prompt], options, max_new_tokens=24, capacity=300)
-    assert prefixes(state.target_cache.slots, C) == (256, 512 + C)
+    state = decode.prefill(models, [prompt], options, max_new_tokens=24, capacity=1000)
+    assert prefixes(state.target_cache.slots) == (256, 1024 + C)
     state = decode.generate(models, state, options)
     text = [*prompt, *finish(state).tokens[0]]
     assert len(text) == 270
@@ -196,8 +196,9 @@ def test_buckets() -> None:
     assert [bucket(n) for n in (1, 64, 65, 128, 1000, 1024, 1025, 2048, 2049)] == [
         64, 64, 128, 128, 1024, 1024, 2048, 2048, 3072
     ]  # fmt: skip
+    assert [prefixes(n) for n in (768, 769, 4104)] == [(768,), (256, 769), (256, 1024, 4104)]
     for slots in (1, 72, 256, 264, 265, 2000, 10_000):
-        reads = prefixes(slots, 8)
+        reads = prefixes(slots)
         assert list(reads) == sorted(set(reads)) and reads[-1] == slots
 
 

@@ -23,6 +23,7 @@ def about(bench: Bench, datasets: Sequence[Prompts], repeats: int) -> dict[str, 
     return {
         "target": {"source": pair.target.source, "weights": fingerprint(pair.target.params)},
         "draft": pair.draft and {"source": pair.draft.source, "weights": fingerprint(pair.draft.params)},
+        "draft_vocabulary": pair.draft_vocabulary,
         "dtype": pair.dtype,
         "hardware": hardware(pair.device),
         "settings": {**bench.request(), "repeats": repeats},

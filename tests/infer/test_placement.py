@@ -28,7 +28,17 @@ def run(models: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 def test_placed_text_is_the_text(run, session: Session) -> None:
     plain = session.complete("hi", Settings(max_new_tokens=12))
-    flags = ("--draft-device", "cpu:1", "--embedding", "host", "--draft-window", "4", "--json")
+    flags = (
+        "--draft-device",
+        "cpu:1",
+        "--embedding",
+        "host",
+        "--draft-window",
+        "4",
+        "--draft-vocabulary",
+        "9",
+        "--json",
+    )
     status, out, err = run(*flags)
     answer = json.loads(out)
     assert status == 0 and answer["tokens"] == plain.tokens
