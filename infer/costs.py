@@ -13,6 +13,9 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from dflash_jax import decode
 from dflash_jax.fetch import cache_folder
@@ -79,14 +82,21 @@ def measure(pair: Pair, policy: Adaptive, options: Options, batch: int) -> Times
         partial(decode.generate, models, state, fixed(*shape))
         for shape in zip(drafted, policy.rows, strict=True)
     ]
-    times = interleaved([*drafts, *loops], _REPEATS)
+    programs: list[Any] = [*drafts, *loops]
+    ran = []
+    for i, program in enumerate(programs, 1):
+        _log.info("measuring block and verify sizes: compiling program %d of %d", i, len(programs))
+        ran.append(jax.block_until_ready(program()))
+    rounds = [int(state.rounds) for state in ran[len(drafts) :]]
+    _log.info("measuring block and verify sizes: timing %d programs", len(programs))
+    times = interleaved(programs, _REPEATS)
     draft_ms = {
         size: 1e3 * time if size > 1 else 0.0
         for size, time in zip(policy.sizes, times[: len(drafts)], strict=True)
     }
     verify_ms = [
-        1e3 * time / int(loop().rounds) - draft_ms[size]
-        for time, loop, size in zip(times[len(drafts) :], loops, drafted, strict=True)
+        1e3 * time / count - draft_ms[size]
+        for time, count, size in zip(times[len(drafts) :], rounds, drafted, strict=True)
     ]
     return {"draft_ms": list(draft_ms.values()), "verify_ms": [max(ms, 1e-3) for ms in verify_ms]}
 
