@@ -355,8 +355,9 @@ def pick_device(name: str | None) -> jax.Device:
     try:
         return jax.local_devices(backend=platform.lower())[int(index or 0)]
     except (RuntimeError, ValueError, IndexError):
-        known = ", ".join(f"{device.platform}:{device.id}" for device in jax.local_devices())
-        raise ConfigError(f"device '{name}' does not exist here: JAX sees {known}, and cpu") from None
+        devices = [*jax.local_devices(), *jax.local_devices(backend="cpu")]
+        known = dict.fromkeys(f"{device.platform}:{device.id}" for device in devices)  # each once, in order
+        raise ConfigError(f"device '{name}' does not exist here: JAX sees {', '.join(known)}") from None
 
 
 def pick_dtype(name: str | None, device: jax.Device) -> str:

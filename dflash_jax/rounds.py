@@ -161,7 +161,7 @@ def pick(
         if options.proposal == "sample":
             positions = state.target_cache.length[:, None] + jnp.arange(1, size)[None]
             tokens, probs = propose_samples(logits, state.sampling, state.seeds, positions)
-            beyond = models.target.config.vocab_size - probs.shape[-1]
+            beyond = models.target.config.vocab_size - models.choices
             probs = jnp.pad(probs, ((0, 0), (0, options.largest - size), (0, beyond)))
             candidates = draft_chain(state.anchor, logits, tokens)
         elif options.tree is not None:

@@ -67,6 +67,11 @@ class Models:
     def of_draft(self) -> Models:
         return dataclasses.replace(self, target_params=None, table=None, draft_head=None)
 
+    @property
+    def choices(self) -> int:
+        """How many token ids the draft chooses among."""
+        return self.target.config.vocab_size if self.draft_head is None else self.draft_head.shape[0]
+
     def draft_logits(self, hidden: Float[Array, "B c D"]) -> Float[Array, "B c v"]:
         """What the draft chooses by; v is V, or the rows of draft_head."""
         assert self.draft is not None

@@ -115,7 +115,7 @@ def parts(models: Models, prompt: Sequence[int], options: Options) -> dict[str, 
         "round": partial(decode.round_step, models, state, options),
     }
     if options.tree is not None:
-        shape, vocab = options.tree, models.target.config.vocab_size
+        shape, vocab = options.tree, models.choices
         logits = jax.random.normal(jax.random.key(0), (1, size - 1, vocab), jnp.float32)
         found["top_k"] = partial(decode.top_k_step, logits, k=min(shape.budget, vocab))
         found["tree"] = partial(decode.tree_step, state.anchor, logits, shape=shape)

@@ -13,9 +13,10 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX_PLATFORMS=cuda runs the same tests on a GPU
 # Sharded training is tested without hardware. Unused devices are free: 23 s of tiny compiles took 23 s
 # with 1 device and with 8.
-# And a compiler that tries less: compiling is nine tenths of the tests' time, and what it makes runs for a moment. Without
-# optimisation and with the older way of emitting fusions a program takes a quarter of its time. (What users run is
-# compiled as for users in the commands of the README, which `.ci/run` executes, and which compare tokens.)
+# And a compiler that tries less: compiling is nine tenths of the tests' time, and what it makes runs for a
+# moment. Without optimisation and with the older way of emitting fusions a program takes a quarter of its
+# time. (What users run is compiled as for users in the commands of the README, which `.ci/run` executes, and
+# which compare tokens.)
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"

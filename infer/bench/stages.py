@@ -126,6 +126,6 @@ def draft_work(models: Models, block_size: int) -> tuple[float, float]:
     for name, leaf in flatten(models.draft_params).items():
         if leaf.ndim >= 2 and not name.startswith("fc"):
             size, flops = size + leaf.nbytes, flops + 2 * block_size * leaf.size
-    params, tied = models.target_params, models.target.config.tie_word_embeddings
-    head = params["embed_tokens" if tied else "lm_head"]["weight"]
-    return size + head.nbytes, flops + 2 * (block_size - 1) * head.size
+    head = models.choices * models.target.config.hidden_size
+    itemsize = jax.tree.leaves(models.target_params)[0].dtype.itemsize
+    return size + itemsize * head, flops + 2 * (block_size - 1) * head

@@ -205,6 +205,8 @@ def test_work_of_a_forward() -> None:
     size, flops = stages.draft_work(dense, 3)
     layers = 2 * (32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 40)
     assert (size, flops) == (4 * (layers + 32 * testing.VOCAB), 2 * (3 * layers + 2 * 32 * testing.VOCAB))
+    size, flops = stages.draft_work(dense.choosing_among(6), 3)
+    assert (size, flops) == (4 * (layers + 32 * 6), 2 * (3 * layers + 2 * 32 * 6))
     routed = testing.make_models(testing.target_config("qwen3_moe"))
     experts = 5 * 3 * 32 * 12
     one, two, many = (stages.target_work(routed, rows)[0] for rows in (1, 2, 9))
