@@ -52,16 +52,23 @@ def check_prompts(
 
 def chunks_of(start: np.ndarray, lengths: np.ndarray, size: int) -> list[tuple[int, int, np.ndarray]]:
     """(first prompt index, compiled width, committed length of each row) per chunk. Only the last
-    chunk is narrower, and its width is a power of two, so few widths are compiled."""
+    chunk is narrower, and in few widths, as each is compiled."""
     longest = int(lengths.max())
     return [
         (
             first,
-            min(size, max(16, 1 << (longest - first - 1).bit_length())),
+            min(size, _width(longest - first)),
             start + np.minimum(lengths, first),
         )
         for first in range(0, longest, size)
     ]
+
+
+def _width(rows: int) -> int:
+    """16, 24, 32, 48, 64, 96, ...: a third of them is padding at most, where powers of two pad up to a half."""
+    power = max(16, 1 << (rows - 1).bit_length())
+    between = 3 * power // 4
+    return between if rows <= between and between > 16 else power
 
 
 def stop_array(stop_ids: Sequence[int]) -> Array:

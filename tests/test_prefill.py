@@ -27,7 +27,7 @@ from decoding import (
 )
 
 from dflash_jax import decode
-from dflash_jax.buckets import bucket, prefixes
+from dflash_jax.buckets import bucket, chunks_of, prefixes
 from dflash_jax.config import ConfigError
 from dflash_jax.generation import finish
 from dflash_jax.policy import Fixed
@@ -200,6 +200,13 @@ def test_buckets() -> None:
     for slots in (1, 72, 256, 264, 265, 2000, 10_000):
         reads = prefixes(slots)
         assert list(reads) == sorted(set(reads)) and reads[-1] == slots
+
+
+def test_the_last_chunk_is_hardly_wider_than_what_it_holds() -> None:
+    widths = {n: chunks_of(np.zeros(1, int), np.array([n]), 512)[0][1] for n in range(1, 513)}
+    assert all(n <= width <= max(16, 1.5 * n) for n, width in widths.items())
+    assert sorted(set(widths.values())) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    assert [width for _, width, _ in chunks_of(np.zeros(1, int), np.array([70]), 32)] == [32, 32, 16]
 
 
 @pytest.mark.parametrize(
