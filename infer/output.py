@@ -34,6 +34,7 @@ def as_json(session: Session, answer: Completion) -> dict[str, Any]:
         "block_size": answer.block_size,
         "target": pair.target.source,
         "draft": pair.draft.source if pair.draft else None,
+        "draft_vocabulary": pair.models.choices if pair.draft else None,
         "versions": versions(),
         **({} if answer.logprobs is None else {"logprobs": answer.logprobs}),
     }

@@ -43,6 +43,7 @@ def test_placed_text_is_the_text(run, session: Session) -> None:
     answer = json.loads(out)
     assert status == 0 and answer["tokens"] == plain.tokens
     assert answer["device"] == "cpu:0, draft on cpu:1"
+    assert answer["draft_vocabulary"] == 9
     assert 0 < answer["seconds"]["embedding"] < sum(answer["seconds"].values())
     notes = err.splitlines()
     table = folders.VOCAB * folders.HIDDEN * 4 / 1e6
