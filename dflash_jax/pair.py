@@ -160,7 +160,7 @@ def load(
             check_block_size(of_draft, block_size)
     if draft_device is not None and of_draft is None:
         raise ConfigError(
-            f"draft_device {draft_device} is of a draft, and there is none: give one with --draft"
+            f"draft_device {draft_device} needs a draft, and there is none: give one with --draft"
         )
     few = _few(draft_vocabulary, generation, config, of_draft)
     of_the_draft = place if draft_device is None else pick_device(draft_device)
@@ -176,7 +176,7 @@ def _few(
 ) -> int | None:
     """How many token ids the draft chooses among, None for all of them."""
     if draft is None and asked:
-        raise ConfigError(f"draft_vocabulary {asked} is of a draft, and there is none: give one with --draft")
+        raise ConfigError(f"draft_vocabulary {asked} needs a draft, and there is none: give one with --draft")
     few = generation.draft_vocabulary if asked is None else asked
     if not few or draft is None:
         return None

@@ -135,7 +135,7 @@ def test_a_draft_chooses_among_all_or_few(models: Path) -> None:
             ConfigError, match=f"draft_vocabulary is {wrong}: it must be 2 to {head.shape[0]} "
         ):
             load(models, draft_vocabulary=wrong)
-    with pytest.raises(ConfigError, match="draft_vocabulary 7 is of a draft, and there is none"):
+    with pytest.raises(ConfigError, match="draft_vocabulary 7 needs a draft, and there is none"):
         pair.load(str(models / "target"), "none", draft_vocabulary=7)
 
 

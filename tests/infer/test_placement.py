@@ -65,7 +65,7 @@ def test_nothing_is_saved_where_the_table_is_the_head(run, models: Path) -> None
     [
         (("--draft-window", "0"), "draft", "draft_window is 0"),
         (("--draft-device", "cpu:99"), "draft", "device 'cpu:99' does not exist here"),
-        (("--draft-device", "cpu:1"), "none", "draft_device cpu:1 is of a draft, and there is none"),
+        (("--draft-device", "cpu:1"), "none", "draft_device cpu:1 needs a draft, and there is none"),
         (("--draft-window", "9"), "none", "draft_window 9 needs a draft, and there is none"),
     ],
 )
