@@ -35,9 +35,9 @@ class Models:
     """The draft's layers in which a row of the block sees earlier rows only, where its file has that wrong."""
 
     draft_vocabulary: int | None = None
-    """The draft chooses among this many token ids, the first ones, which most tokenizers give to frequent pieces. It gets
-    cheaper, and rare tokens are never among its candidates (too few ids: fewer tokens a round); the target still chooses
-    among all. 2 or more; 0 is all. Default: the short name's (smollm2: 8192) with its own draft, else all."""
+    """The draft chooses among this many token ids, the first ones, which most tokenizers give to frequent pieces. It
+    gets cheaper, and rare tokens are never among its candidates (too few ids: fewer tokens a round); the target still
+    chooses among all. 2 or more; 0 is all. Default: the short name's (smollm2: 8192) with its own draft, else all."""
 
     debug: bool = False
     """Show tracebacks and all log messages."""
