@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 KEYS = [
     *("text", "tokens", "prompt_tokens", "finish_reason", "rounds", "committed", "tau"),
     *("acceptance_by_position", "seconds", "tokens_per_second", "dtype", "device", "mode"),
-    *("block_size", "target", "draft", "versions"),
+    *("block_size", "target", "draft", "draft_vocabulary", "versions"),
 ]
 
 
