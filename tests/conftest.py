@@ -22,6 +22,7 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_force_host_platform_device_count=8"
     + " --xla_backend_optimization_level=0"
     + " --xla_cpu_use_fusion_emitters=false"
+    + " --xla_cpu_parallel_codegen_split_count=4"  # 32 parts are for programs that take minutes
 )
 import jax
 import pytest
